@@ -57,7 +57,6 @@ def cache_bytes(path: Path, cache_type: str) -> int:
 
 
 def speeds(run: Callable[..., Any], ids: list[int], depths: list[int], rounds: int) -> dict[str, float]:
-    """Return tokens per second."""
     found: dict[str, float] = {}
     for n in depths:
         for i in range(rounds):

@@ -46,7 +46,6 @@ def sections(kind: Any) -> dict[str, Any]:
 
 
 def class_defaults(kind: Any) -> dict[str, Any]:
-    """Return the settings of a class with their defaults."""
     missing = dataclasses.MISSING
     is_left_out = is_irrelevant if is_text(kind) else _is_left_out
     values = {

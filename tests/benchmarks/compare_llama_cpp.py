@@ -198,7 +198,6 @@ def _sizes(arguments: argparse.Namespace) -> Sizes:
 
 
 def _models(arguments: argparse.Namespace) -> Iterator[Path]:
-    """Yield the named models, and the models of ``--make``."""
     yield from arguments.models
     for made in arguments.make:
         shape, formats = made.split(":")

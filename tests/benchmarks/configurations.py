@@ -433,8 +433,7 @@ def _tie_like(config: Any, other: Any) -> None:
 def _written(checkpoint: Any, folder: Path, type: str | None) -> Path:
     path = folder / "out.gguf"
     path.unlink(missing_ok=True)
-    for _ in run(plan(checkpoint, path, type)):
-        pass
+    list(run(plan(checkpoint, path, type)))
     return path
 
 
@@ -587,7 +586,6 @@ def tiny_checkpoint(name: str, folder: Path) -> TinyCheckpoint:
 
 
 def all_names() -> list[str]:
-    """Names of all tiny checkpoints."""
     from tests.models.encoders.families import FAMILIES as IMAGE_FAMILIES
     from tests.models.encoders.test_hearing import FAMILIES as AUDIO_FAMILIES
 

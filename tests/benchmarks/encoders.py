@@ -33,6 +33,7 @@ from gguf.quants import quantize
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.loading.media_encoder import MediaEncoder
 from tests.benchmarks.theirs import Mtmd
+from tests.helpers.gguf_writer import finish
 from tests.helpers.synthetic import SHAPES, random_gguf
 
 Floats = npt.NDArray[np.float32]
@@ -41,8 +42,6 @@ REPETITIONS = 3
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of an encoder and of its image."""
-
     projector: str
     n_layers: int
     n_embd: int
@@ -123,10 +122,7 @@ def write_encoder(path: Path, shape: Shape, kind: str) -> None:
             writer.add_tensor(name, quantize(values, type), raw_dtype=type)
         else:
             writer.add_tensor(name, values.astype(np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def picture_of(shape: Shape) -> npt.NDArray[np.uint8]:
@@ -135,8 +131,6 @@ def picture_of(shape: Shape) -> npt.NDArray[np.uint8]:
 
 
 class Ours:
-    """localllm on the CPU."""
-
     def __init__(self, path: Path, threads: int) -> None:
         self._encoder = MediaEncoder.open(path)
         self._encoder.backend = CPUBackend(threads=threads)

@@ -22,7 +22,6 @@ Row = list[str]
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """Return all tables that have records."""
     lines = sorted((record for record in records if isinstance(record, Line)), key=_order)
     memory = sorted((record for record in records if isinstance(record, Memory)), key=lambda record: record.model)
     parts = [_speed_table([line for line in lines if line.kind in ("prefill", "decode")])]

@@ -83,7 +83,6 @@ class Text(NamedTuple):
 
 
 def texts_of(name: str) -> list[Text]:
-    """Return the recorded texts of a model."""
     return [Text(**text) for text in json.loads(RECORDED.read_text())[name]["texts"]]
 
 

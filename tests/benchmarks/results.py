@@ -94,7 +94,6 @@ class Line:
         return self.share is not None and self.share < self.wanted_share
 
     def shortfalls(self) -> Iterator[str]:
-        """Yield the missed goals."""
         place = f"{self.model}, {self.threads} threads, {self.test}"
         if self.ratio_is_short:
             yield f"{place}: {self.ratio:.2f} times as fast as {self.against}, not {self.wanted:g}"
@@ -103,7 +102,6 @@ class Line:
             yield f"{place}: {self.share:.0%} of the {ceiling}, not {self.wanted_share:.0%}"
 
     def cells(self) -> list[str]:
-        """Return the cells of the table."""
         share = "" if self.share is None else f"{self.share:.0%}"
         if self.share_of_highest is not None:
             share += f" / {self.share_of_highest:.0%}"
@@ -152,7 +150,6 @@ class Agreement:
         )
 
     def faults(self) -> Iterator[str]:
-        """Describe the faults."""
         if not self.relative_error <= self.tolerance:  # also true for NaN
             yield f"logits differ by {self.relative_error:.1e}, more than {self.tolerance:.0e}"
         if not self.gap <= NEAR_TIE:
@@ -272,7 +269,6 @@ class Journal:
         return self._done.get(job)
 
     def finish(self, job: str, records: Sequence[Record]) -> None:
-        """Store the records of a job."""
         self._done[job] = list(records)
         self._write(job, records)
 
@@ -287,5 +283,4 @@ _COLUMNS = "{:20} {:>7} {:>14} {:>9} {:>9} {:>6} {:>6} {:>10}  {}"
 
 
 def table_line(cells: Sequence[str]) -> str:
-    """Format a row for the terminal."""
     return _COLUMNS.format(*cells)

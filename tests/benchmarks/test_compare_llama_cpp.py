@@ -170,12 +170,20 @@ def decode(model: str, format: str, threads: int, **changes: Any) -> Line:
 
 
 def test_a_row_holds_prefill_and_decode() -> None:
+    """Missing measurements are empty, and files with the same name have separate rows."""
     found: list[Record] = [prefill("tiny-q4_0", "Q4_0", 2), decode("tiny-q4_0", "Q4_0", 2), agreement()]
-    assert markdown(found).splitlines() == [
+    found += [prefill("tiny.F16", "F16", 1), prefill("tiny.F16", "F16", 1, ours=3.0), decode("b", "F16", 1)]
+    assert markdown(found).splitlines()[:6] == [
         TITLES,
         f"{'| --- ' * 12}|",
+        "| b | F16 | 1 |  |  |  |  |  | 9.00 | 6.00 | 1.50 | 95% |",
         "| tiny | Q4_0 | 2 | 1,000.0 | 500.0 | 2.00 | 61% | 55% | 9.00 | 6.00 | 1.50 | 95% |",
+        "| tiny | F16 | 1 | 1,000.0 | 500.0 | 2.00 | 61% | 55% |  |  |  |  |",
+        "| tiny | F16 | 1 | 3.00 | 500.0 | **0.01** | 61% | 55% |  |  |  |  |",
     ]
+    titles = "| model | format | threads | decode | llama.cpp | ratio | % of the bandwidth |"
+    assert markdown([decode("b", "F16", 1)]).splitlines()[0] == titles
+    assert markdown([agreement()]) == ""
 
 
 def test_rows_are_in_order_of_model_format_and_threads() -> None:
@@ -190,24 +198,6 @@ def test_rows_are_in_order_of_model_format_and_threads() -> None:
     rows = [tuple(row.split(" | ")[:3]) for row in markdown(found).splitlines()[2:]]
     in_order = ["Q4_0", "Q8_0", "Q4_K_M", "Q5_K_M", "Q6_K", "F16", "Q2_K"]
     assert rows == [(f"| {m}", f, t) for m in ("large", "small") for f in in_order for t in ("2", "16")]
-
-
-def test_missing_measurements_are_empty() -> None:
-    found = [prefill("a", "F16", 1), decode("b", "F16", 1)]
-    assert markdown(found).splitlines()[2:] == [
-        "| a | F16 | 1 | 1,000.0 | 500.0 | 2.00 | 61% | 55% |  |  |  |  |",
-        "| b | F16 | 1 |  |  |  |  |  | 9.00 | 6.00 | 1.50 | 95% |",
-    ]
-    assert (
-        markdown(found[1:]).splitlines()[0]
-        == "| model | format | threads | decode | llama.cpp | ratio | % of the bandwidth |"
-    )
-    assert markdown([agreement()]) == ""
-
-
-def test_files_with_the_same_name_have_separate_rows() -> None:
-    found = [prefill("a", "F16", 1), decode("a", "F16", 1), prefill("a", "F16", 1, ours=3.0), decode("a", "F16", 1)]
-    assert [row.split(" | ")[3] for row in markdown(found).splitlines()[2:4]] == ["1,000.0", "3.00"]
 
 
 @pytest.mark.parametrize(

@@ -119,11 +119,9 @@ class Context:
 
     @property
     def setting(self) -> str:
-        """Describe the settings for the table."""
         return f"{'repack' if self.repack else 'no repack'}, {'flash' if self.flash else 'no flash'}"
 
     def forget(self) -> None:
-        """Empties the cache."""
         self._api.llama_memory_clear(self._memory, True)
         self._ids = []
 

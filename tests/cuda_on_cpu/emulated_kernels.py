@@ -22,8 +22,6 @@ Shape = tuple[int, int, int]
 
 
 class Kernels(Protocol):
-    """A module."""
-
     def check(self, kernel: str, arguments: Sequence[DeviceMemory | np.number[Any]]) -> None:
         """Raise KernelError if the kernel is unknown or takes other arguments."""
         ...
@@ -49,8 +47,6 @@ class PythonKernel:
 
 
 class PythonKernels:
-    """A module of Python functions."""
-
     def __init__(self, name: str, kernels: Mapping[str, PythonKernel]) -> None:
         self._name = name
         self._kernels = kernels

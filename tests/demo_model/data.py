@@ -163,7 +163,6 @@ class Encoder:
     processor: sentencepiece.SentencePieceProcessor
 
     def control(self, piece: str) -> int:
-        """Return the id of a control token."""
         return int(self.processor.piece_to_id(piece))
 
     def text(self, text: str) -> list[int]:
@@ -205,7 +204,6 @@ class Encoder:
 
 
 def document(corpus: Corpus, encoder: Encoder, rng: random.Random) -> tuple[list[int], list[float]]:
-    """Return a random document of a random kind."""
     kind = rng.random()
     if kind < 0.03:
         return encoder.bare("", rng.choice(corpus.stories))

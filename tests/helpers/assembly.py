@@ -22,7 +22,6 @@ def triple_of(v: Variant) -> str:
 
 
 def innermost_loops(text: str) -> list[list[str]]:
-    """Return the instructions of each innermost loop."""
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in map(str.strip, text.splitlines()):

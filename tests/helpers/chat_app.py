@@ -75,7 +75,6 @@ class AppStore(Store):
 
 
 def setup(model: AppModel, store: Store | None = None, **fields: Any) -> Setup:
-    """Return the setup of an app that talks to ``model``."""
     given: dict[str, Any] = {"load": lambda name, progress: model, "memory": lambda: 812_000_000, **fields}
     return Setup(AppStore(None) if store is None else store, **given)
 
@@ -99,15 +98,12 @@ def keeping(*chats: tuple[str, ...], replies: Sequence[Reply] = ()) -> Setup:
 
 
 def screen_text(app: App[Any]) -> str:
-    """Return the text on the screen, without colours."""
     # Textual's screenshots use the compositor too.
     return "\n".join(strip.text.rstrip() for strip in app.screen._compositor.render_strips())
 
 
 @dataclass
 class Chat:
-    """A running app and its user."""
-
     app: ChatApp
     pilot: Pilot[int]
 
@@ -147,7 +143,6 @@ class Chat:
         await self._handled()
 
     async def say(self, text: str) -> None:
-        """Type a message and send it."""
         assert self.app.screen.focused is not None
         self.app.post_message(Paste(text))
         await self.press("enter")

@@ -9,7 +9,6 @@ from localllm.models.encoders.isolation import Decoded
 
 
 def worker_pid(source: bytes, where: str) -> Decoded:
-    """Return the worker's process id."""
     return Decoded({"pid": os.getpid()}, source)
 
 

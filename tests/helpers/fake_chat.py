@@ -69,8 +69,6 @@ class FakeTemplate:
 
 @dataclass
 class Asked:
-    """A request that the model received."""
-
     messages: list[dict[str, object]]
     reply_prefix: str
     variables: dict[str, object]

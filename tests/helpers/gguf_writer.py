@@ -51,11 +51,15 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Te
             writer.add_key_value(key, typed.value, typed.type, typed.element_type)
     for name, tensor in (tensors or {}).items():
         _add_tensor(writer, name, tensor)
+    finish(writer)
+    return path
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def _typed(value: Any) -> Typed:

@@ -106,7 +106,6 @@ def scripted(reply: Callable[[str], str] | str, **options: Any) -> Loader:
 
 
 def demo(**options: Any) -> Loader:
-    """Return a loader of the demo model."""
     return lambda source, progress: LLM(
         load_file(LoadOptions(**{"device": "cpu", "threads": 1, "parallel": 4, **options}, progress=progress))
     )
@@ -114,15 +113,12 @@ def demo(**options: Any) -> Loader:
 
 @dataclass
 class Serving:
-    """A running server."""
-
     url: str
     port: int
     app: App
     server: Server
 
     def wait_until_idle(self, seconds: float = 120.0) -> None:
-        """Wait until no request is running."""
         end = time.monotonic() + seconds
         while self.app.dispatcher.active or any(
             each.llm and each.llm.counts.running for each in self.models.served.values()

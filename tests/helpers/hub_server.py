@@ -66,7 +66,6 @@ class Repo:
 
 
 def git_hash(data: bytes) -> str:
-    """Return git's hash of these bytes."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 

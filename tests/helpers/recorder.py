@@ -168,7 +168,6 @@ class ReferenceOps(Ops):
 
 
 def backend_of(ops: Any) -> Backend:
-    """Return the backend of ``ops``."""
     backend: Backend = getattr(ops, "backend", ops)
     return backend
 

@@ -12,7 +12,7 @@ from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner
 from localllm.sampling import Choice, Sampling, make_sampler
-from tests.helpers.fake_backend import N_VOCAB, FakeStep, fake_runner
+from tests.helpers.fake_backend import N_VOCAB, FakeStep, fake_runner, greedy_after
 
 GREEDY = Sampling(temperature=0)
 
@@ -63,6 +63,31 @@ class Results:
         self.ended.set()
 
 
+class FakeDrafter:
+    """Drafts the tokens that a function of the text and of ``most`` returns."""
+
+    def __init__(self, guess: Callable[[list[int], int], Sequence[int]]) -> None:
+        self.guess = guess
+        self.n_closed = 0
+
+    def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        assert most >= 1
+        return self.guess(list(tokens), most)
+
+    def close(self) -> None:
+        self.n_closed += 1
+
+
+def nearly_right(n_right: int) -> FakeDrafter:
+    """Draft ``n_right`` right tokens and two wrong ones."""
+
+    def guess(tokens: list[int], most: int) -> list[int]:
+        ids = greedy_after(tokens, min(most, n_right + 2))
+        return ids[:n_right] + [(id_ + 1) % N_VOCAB for id_ in ids[n_right:]]
+
+    return FakeDrafter(guess)
+
+
 def results(request: Request) -> Results:
     assert isinstance(request.output, Results)
     return request.output
@@ -77,7 +102,6 @@ def writing(
     output: Results | None = None,
     **options: Any,
 ) -> Request:
-    """Return a request to continue a prompt."""
     sampler = make_sampler(sampling, n_vocab, prompt_ids=[id_ for id_ in prompt if id_ >= 0])
     return Request(list(prompt), output or Results(), sampler=sampler, max_tokens=max_tokens, **options)
 

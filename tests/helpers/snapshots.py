@@ -26,12 +26,10 @@ UPDATES = os.environ.get("LOCALLLM_SNAPSHOTS") == "update"
 
 
 def read(name: str) -> str:
-    """Return a stored snapshot."""
     return (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def update(app: App[Any], name: str) -> None:
-    """Store the screen as a snapshot."""
     (FOLDER / f"{name}.txt").write_text(dump(app), encoding="utf-8")
 
 

@@ -30,8 +30,6 @@ Blocks = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Shape:
-    """The hyper-parameters of a model."""
-
     architecture: str  # "llama" or "qwen2"
     n_layers: int
     n_embd: int

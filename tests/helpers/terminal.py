@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
-
 from tests.helpers.command_line import command, environment
 from tests.helpers.data import ROOT
 
@@ -64,13 +62,6 @@ class Terminal:
             assert "ended with" not in screen or "ended with" in what, screen
             time.sleep(0.1)
         return screen
-
-    def kill(self) -> float:
-        """Kill the program with SIGKILL; return the time in seconds since 1970."""
-        shell = psutil.Process(int(self.tmux("display-message", "-p", "#{pane_pid}")))
-        (program,) = shell.children()
-        program.kill()
-        return time.time()
 
     def end(self) -> None:
         subprocess.run(["tmux", "-S", self._socket, "kill-server"], capture_output=True, check=False, timeout=60)

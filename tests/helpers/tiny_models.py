@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from localllm.quant.encode import quantize
 from localllm.quant.types import BLOCK_SIZES, GGMLType
+from tests.helpers.gguf_writer import finish
 
 Array = NDArray[np.float32]
 
@@ -173,10 +174,7 @@ def write_file(
             writer.add_key_value(key, value, _value_type(value))
     for name, (data, type) in tensors.items():
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(type))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

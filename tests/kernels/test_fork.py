@@ -16,8 +16,6 @@ from localllm.kernels.cpu.simd import load_i64, store_atomic
 from localllm.kernels.cpu.target import choose
 from localllm.kernels.process import Process
 from tests.helpers.fork import in_forked_child, needs_fork
-from tests.helpers.recorder import CPUOps
-from tests.helpers.weights import f32, one_sequence, run
 
 pytestmark = needs_fork
 
@@ -124,20 +122,3 @@ def test_a_fork_while_kernels_are_compiled(tmp_path: Any, monkeypatch: pytest.Mo
     busy.join()
     adding(x, 104).run(Workers(1))
     assert x.tolist() == [104]
-
-
-def test_a_child_may_create_a_backend() -> None:
-    def doubled(ops: CPUOps) -> np.ndarray:
-        table, twice = ops.load_embedding(f32(np.eye(8, 32))), ops.load_linear(f32(2 * np.eye(32)))
-        return run(ops, lambda: ops.outputs(ops.linear(ops.embed(table), twice)), one_sequence(8))
-
-    parent = CPUOps(threads=2)
-    np.testing.assert_array_equal(doubled(parent), 2 * np.eye(8, 32))
-
-    def child() -> None:
-        with pytest.raises(DeviceError, match="after the fork"):
-            doubled(parent)
-        np.testing.assert_array_equal(doubled(CPUOps(threads=2)), 2 * np.eye(8, 32))
-
-    in_forked_child(child)
-    parent.workers.close()

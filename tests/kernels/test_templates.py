@@ -14,7 +14,6 @@ THREE = 3
 
 
 def build(function: Template, **constants: Any) -> Callable[..., Any]:
-    """Return a specialised template as a Python function."""
     tree, scope = function.specialise(constants)
     tree.decorator_list = []
     exec(compile(ast.fix_missing_locations(ast.Module([tree], [])), "<built>", "exec"), scope)

@@ -12,7 +12,6 @@ import localllm
 from localllm import LLM, PromptCacheError, UsageError
 from localllm.kernels.graph import CacheType
 from tests.helpers.command_line import run_main
-from tests.helpers.data import shared_data
 from tests.helpers.devices import DEVICES
 from tests.helpers.tiny_models import tiny_gguf
 
@@ -62,14 +61,6 @@ def test_logits_of_the_demo_model(device: str, cache_type: CacheType) -> None:
     with localllm.load(device="reference") as llm:
         ids = llm.tokenize("Once upon a time there was a dog who wanted to fly. One day the dog met a bird.")
     check_logits(None, device, ids, cache_type)
-
-
-def test_logits_of_a_trained_model() -> None:
-    """Disable rounding of activations to eight bits, which would amplify any small difference."""
-    path = shared_data("models/story656K/TinyStories-656K-Q8_0.gguf")
-    with localllm.load(path, device="reference") as llm:
-        ids = llm.tokenize("Once upon a time, there was a little girl. She liked to play outside in the park.")
-    check_logits(path, "reference", ids)
 
 
 def test_the_plan_counts_half_the_bytes() -> None:

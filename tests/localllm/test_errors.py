@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
-
 from localllm.errors import (
     Argument,
     ContextLengthError,
@@ -37,14 +35,6 @@ def test_text_that_is_not_an_argument_is_never_renamed() -> None:
     """Text of the user may resemble a parameter name of the library."""
     error = UsageError("the file 'device is here' cannot be read: context=4096")
     assert error.worded(in_flags) == str(error)
-
-
-@pytest.mark.parametrize("truncated", [False, True])
-def test_a_prompt_that_is_too_long_names_the_way_to_more_context(truncated: bool) -> None:
-    error = ContextLengthError(5000, 4096, truncated=truncated)
-    assert str(error).endswith("or use a larger context")
-    assert error.worded(in_flags).endswith("or use a larger -c")
-    assert (error.n_tokens, error.context, error.truncated) == (5000, 4096, truncated)
 
 
 def test_errors_and_warnings_keep_their_parts_when_pickled() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from queue import SimpleQueue
-from typing import Any
 
 import pytest
 
@@ -101,22 +99,3 @@ def test_a_child_forked_while_a_thread_generates(device: str) -> None:
             stop.set()
             busy.join()
         assert llm.generate(PROMPT, **OPTIONS).text == expected
-
-
-def _generate_in_child(results: Any) -> None:
-    with localllm.load(context=256, threads=2) as llm:
-        results.put(llm.generate(PROMPT, **OPTIONS).text)
-
-
-def test_multiprocessing_by_fork() -> None:
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-    with localllm.load(context=256, threads=2) as llm:
-        expected = llm.generate(PROMPT, **OPTIONS).text
-        process = context.Process(target=_generate_in_child, args=(results,))
-        process.start()
-        process.join(60)
-        if process.is_alive():
-            process.kill()
-        assert process.exitcode == 0
-        assert results.get() == expected

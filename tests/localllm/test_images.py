@@ -35,7 +35,7 @@ class OnesEncoder:
         Sampling(temperature=1.0, seed=3, regex="[a-d]{1,6}"),
     ],
 )
-def test_ids_of_pictures_reach_nothing_that_reads_ids(sampling: Sampling, tmp_path: Path) -> None:
+def test_ids_of_images_reach_nothing_that_reads_ids(sampling: Sampling, tmp_path: Path) -> None:
     path = tiny_gguf(tmp_path / "tiny.gguf")
     with localllm.load(path, device="reference", context=96) as llm:
         with GGUFFile.open(path) as file:

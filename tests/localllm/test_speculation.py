@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,11 @@ from localllm.engine.drafting import Drafts
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.engine import EngineLoop
 from localllm.engine.request import Timings, Usage
-from localllm.errors import ClosedError, NotEnoughMemoryError, UsageError
+from localllm.errors import NotEnoughMemoryError, UsageError
 from localllm.generation.completion import Chunk
 from localllm.options.declared import CheckedOptions
 from localllm.options.types import MAX_DRAFTS
 from localllm.server.openai import timings_json
-from tests.helpers.data import shared_data
 from tests.helpers.devices import DEVICES
 from tests.helpers.engines import in_engine, n_requests
 from tests.helpers.samplings import SAMPLINGS
@@ -152,19 +150,6 @@ def test_logits_are_the_same_bits_in_a_batch(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
-def test_stop_strings_inside_the_accepted_drafts(llm: LLM, speculate: Any) -> None:
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
-    prompt = [1, *range(40, 60), *range(40, 60)]
-    text = llm.generate(prompt, speculate=None, **options).text
-    assert len(text) > 20
-    for start in range(0, len(text) - 2, 5):
-        stop = text[start : start + 2]
-        expected = llm.generate(prompt, speculate=None, stop=stop, **options)
-        assert comparable(llm.generate(prompt, speculate=speculate, stop=stop, **options)) == comparable(expected)
-        assert expected.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("speculate", ["lookup", "draft"])
 def test_streams_deliver_one_token_at_a_time(llm: LLM, speculate: Any) -> None:
     expected = llm.generate("the the the", speculate=None, temperature=0, max_tokens=30, ignore_eos=True)
     with llm.stream("the the the", speculate=speculate, temperature=0, max_tokens=30, ignore_eos=True) as stream:
@@ -193,34 +178,6 @@ def test_cancelling_frees_the_pages_of_both_models(llm: LLM, speculate: Any) -> 
     assert (n_requests(llm), in_engine(llm, n_pages_held)) == (0, 0)
 
 
-@pytest.mark.parametrize("speculate", ["lookup", "draft"])
-def test_the_end_of_the_context_with_real_models(llm: LLM, speculate: Any) -> None:
-    prompt = [1, *range(40, 70)]
-    expected = llm.generate(prompt, speculate=None, temperature=0, ignore_eos=True)
-    assert len(prompt) + len(expected.ids) == llm.info.context + 1
-    done = llm.generate(prompt, speculate=speculate, draft_max=20, temperature=0, ignore_eos=True)
-    assert comparable(done) == comparable(expected)
-
-
-def test_many_threads_each_with_its_own_drafts(llm: LLM) -> None:
-    prompts = [[1, *[30 + n] * 12] for n in range(6)]
-    options: dict[str, Any] = {"temperature": 0.9, "seed": 1, "max_tokens": 40, "ignore_eos": True}
-    expected = [llm.generate(prompt, speculate=None, **options).ids for prompt in prompts]
-    llm.forget()
-    done: dict[int, tuple[int, ...]] = {}
-    ways: list[Any] = ["lookup", "draft", None]
-
-    def work(n: int) -> None:
-        done[n] = llm.generate(prompts[n], speculate=ways[n % 3], **options).ids
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert [done.get(n) for n in range(6)] == expected
-
-
 def test_the_next_turn_reuses_the_cache_of_drafts(llm: LLM) -> None:
     prompt = [1, *range(40, 60)]
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
@@ -242,17 +199,6 @@ def test_the_draft_models_context_may_be_shorter(tmp_path: Path, tiny_path: Path
         assert done.drafts is not None
         assert 0 < done.drafts.drafted <= 12
         assert done.ids == longer.generate([1] * 20, speculate=None, **options).ids
-
-
-def test_closing_ends_both_models(tiny_path: Path, small_path: Path, device: str) -> None:
-    llm = localllm.load(tiny_path, device=device, context=96, draft_model=small_path)
-    stream = llm.stream("the", temperature=0, ignore_eos=True)
-    next(stream)
-    llm.close()
-    with pytest.raises(ClosedError):
-        list(stream)
-    with pytest.raises(ClosedError):
-        llm.generate("the", speculate="draft")
 
 
 # Speculation decides from costs alone, without measured times.
@@ -296,18 +242,6 @@ def test_every_token_is_decoded_alone_if_drafts_do_not_pay(
         done = repeating(llm, speculate="lookup")
         assert done.drafts is not None
         assert done.drafts.steps >= 40, "except for the trial steps"
-
-
-@pytest.mark.parametrize("speculate", ["lookup", "draft"])
-def test_a_trained_model(device: str, speculate: Any) -> None:
-    path = shared_data("models/stories260K/stories260K.gguf")
-    expected = shared_data("models/stories260K/greedy_expected.txt").read_text()
-    with localllm.load(path, device=device, draft_model=path) as llm:
-        text = llm.generate("", temperature=0, max_tokens=100, speculate=speculate).text
-        assert len(text) > 200
-        assert expected.startswith(text)
-        hot: dict[str, Any] = {"temperature": 1.2, "seed": 3, "max_tokens": 60}
-        assert llm.generate("Once", speculate=speculate, **hot).ids == llm.generate("Once", speculate=None, **hot).ids
 
 
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])

@@ -21,7 +21,6 @@ from localllm.loading.devices import Device, cuda_indices, open_devices
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
 from tests.helpers.command_line import run_main
-from tests.helpers.data import shared_data
 from tests.helpers.recorder import CPUOps, ReferenceOps
 
 #: A prompt with more tokens than a micro-batch.
@@ -68,7 +67,6 @@ def gpus_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    """Load a model on a `Machine`."""
     opened: list[LLM] = []
 
     def load_on(machine: Machine, path: Path, **options: Any) -> LLM:
@@ -110,12 +108,6 @@ def test_a_host_without_layers_leaves_the_cache_its_size(path: Path, load: Calla
     llm, ids = load(cpu_host, path, tensor_split=[1, 2]), [1 + i % 200 for i in range(480)]
     assert llm.info.placement.devices == ("device 0", "device 1")
     assert greedy(llm, ids) == greedy(load(Machine(ReferenceOps), path), ids)
-
-
-def test_stories260k_on_two_devices_writes_the_expected_text(load: Callable[..., LLM]) -> None:
-    path = shared_data("models/stories260K/stories260K.gguf")
-    expected = greedy(load(Machine(cpu_ops), path), "Once upon a time", 60)
-    assert greedy(load(Machine(cpu_ops, 1 << 40), path, n_gpu_layers=3), "Once upon a time", 60) == expected
 
 
 def test_info_of_a_split_model(path: Path, load: Callable[..., LLM], caplog: pytest.LogCaptureFixture) -> None:

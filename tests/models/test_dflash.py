@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ import localllm
 from localllm.convert import Checkpoint
 from localllm.convert.safetensors import read_folder
 from localllm.engine.drafting.block import BlockDrafter
-from localllm.errors import ModelError, PromptCacheError, UnsupportedArchitectureError
+from localllm.errors import PromptCacheError
 from localllm.gguf import GGUFFile
 from localllm.loading import load
 from localllm.loading.load import LoadOptions, plan_file
-from localllm.quantize import plan, run
 from tests.helpers.checkpoints import write_safetensors
 from tests.helpers.drafting import GREEDY, PROMPT, check_texts, recorded
 from tests.helpers.engines import in_engine
-from tests.models.tiny import CONFIG, PLAIN_ROPE, TINY, make_model, random_values, write
+from tests.models.tiny import CONFIG, PLAIN_ROPE, random_values, write_draft, write_target
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
 pytest.importorskip("transformers", reason="needs the extra 'reference'")
@@ -43,13 +41,7 @@ def with_drafter(
     import torch
     import transformers
 
-    entry = replace(TINY[name], config={**TINY[name].config, "max_position_embeddings": 256})
-    model = make_model(entry)
-    if few and not model.config.tie_word_embeddings:
-        with torch.no_grad():
-            head = model.get_output_embeddings().weight
-            head[[i for i in range(len(head)) if i not in LIKELY]] = 0
-    path = write(folder / "model.gguf", entry, model)
+    path, model = write_target(folder, name, LIKELY if few else None)
     kept = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps"
     config = transformers.MuseGlimmerAssistantConfig(
         **{key: CONFIG[key] for key in kept.split()},
@@ -69,11 +61,7 @@ def with_drafter(
         for key, parameter in drafter.state_dict().items():
             parameter.copy_(torch.from_numpy(random_values(rng, key, tuple(parameter.shape), shifted=False)))
     drafter.save_pretrained(folder / "drafter")
-    drafts = folder / "drafter.gguf"
-    checkpoint = Checkpoint(folder / "drafter", target=Checkpoint(folder / "model.hf"))
-    for _ in run(plan(checkpoint, drafts, "F32")):
-        pass
-    return path, drafts, model, drafter.float()
+    return path, write_draft(folder), model, drafter.float()
 
 
 def expected_drafts(model: Any, drafter: Any, tokens: list[int], n: int) -> NDArray[np.float32]:
@@ -174,18 +162,6 @@ def test_the_file_is_as_llama_cpp_reads_it(tmp_path: Path) -> None:
         assert list(values["dflash.attention.sliding_window_pattern"]) == [True, False, True]
         others = {name for name in file.tensors if not name.startswith("blk.")}
         assert others == {"fc.weight", "enc.output_norm.weight", "output_norm.weight"}
-
-
-def test_an_unsuitable_target_model_is_refused(tmp_path: Path) -> None:
-    _, drafts, *_ = with_drafter(tmp_path, "llama")
-    with pytest.raises(UnsupportedArchitectureError, match="which cannot run alone"):
-        localllm.load(drafts)
-    wider = replace(TINY["llama"], config={**TINY["llama"].config, "hidden_size": 96})
-    write(tmp_path / "wider.gguf", wider, make_model(wider))
-    with pytest.raises(ModelError, match="this model's have 96"):
-        localllm.load(tmp_path / "wider.gguf", draft_model=drafts)
-    with pytest.raises(ModelError, match=r"reads hidden states of 64 values, but .* hidden states of 96"):
-        Checkpoint(tmp_path / "drafter", target=Checkpoint(tmp_path / "wider.hf"))
 
 
 def test_a_checkpoint_with_other_names(tmp_path: Path) -> None:

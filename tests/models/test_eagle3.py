@@ -20,7 +20,6 @@ from localllm.engine.drafting.mtp import MTPDrafter
 from localllm.errors import ModelError, UnsupportedArchitectureError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.gguf.writer import read_back
-from localllm.loading import load
 from localllm.loading.load import LoadOptions, plan_file
 from localllm.quant.types import GGMLType
 from localllm.quantize import plan, run
@@ -30,7 +29,7 @@ from tests.helpers.drafting import GREEDY, PROMPT, Round, check_texts, recorded
 from tests.helpers.engines import in_engine
 from tests.helpers.gpus import have_gpus
 from tests.kernels.cuda.watched import KernellessDriver
-from tests.models.tiny import CONFIG, LLAMA3, TINY, make_model, write
+from tests.models.tiny import CONFIG, LLAMA3, TINY, make_model, write, write_draft, write_target
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
 pytest.importorskip("transformers", reason="needs the extra 'reference'")
@@ -130,21 +129,9 @@ def with_drafter(
     folder: Path, name: str = "llama", kind: str = "plain", type: str = "F32", few: bool = True
 ) -> tuple[Path, Path, Drafter]:
     """Create a tiny random model and a drafter for it; return their files.  ``few``: writes few tokens only."""
-    import torch
-
-    entry = replace(TINY[name], config={**TINY[name].config, "max_position_embeddings": 256})
-    model = make_model(entry)
-    if few and not model.config.tie_word_embeddings:
-        with torch.no_grad():
-            head = model.get_output_embeddings().weight
-            head[[i for i in range(len(head)) if i not in LIKELY]] = 0
-    path = write(folder / "model.gguf", entry, model)
+    path, model = write_target(folder, name, LIKELY if few else None)
     drafter = write_drafter(folder / "drafter", model, KINDS[kind], few=few)
-    drafts = folder / "drafter.gguf"
-    checkpoint = Checkpoint(folder / "drafter", target=Checkpoint(folder / "model.hf"))
-    for _ in run(plan(checkpoint, drafts, type)):
-        pass
-    return path, drafts, drafter
+    return path, write_draft(folder, type), drafter
 
 
 def write_drafter(folder: Path, model: Any, kind: dict[str, Any], *, few: bool = True) -> Drafter:
@@ -262,19 +249,6 @@ def test_only_the_target_model_computes_extra_outputs(name: str, tmp_path: Path)
         assert in_engine(llm, lambda loop: loop.runner.hidden) is None
 
 
-def test_a_model_that_is_read_again_is_still_drafted_for(tmp_path: Path) -> None:
-    """A model with LongRoPE whose loaded context differs from the one in its file."""
-    path, drafts, _ = with_drafter(tmp_path)
-    options = LoadOptions(path, draft_model=drafts)
-    with GGUFFile.open(path) as file, GGUFFile.open(drafts) as draft:
-        source = load._read(file, options, "the model")
-        load._read_draft(draft, source, options)
-        n_nodes = len(source.model.graph.nodes)
-        graph = source.read_again(64).graph
-        assert len(graph.nodes) == n_nodes
-        assert graph.watched == {source.hidden}
-
-
 def test_the_file_is_as_llama_cpp_reads_it(tmp_path: Path) -> None:
     path, drafts, _ = with_drafter(tmp_path)
     with GGUFFile.open(drafts) as file, GGUFFile.open(path) as model:
@@ -351,8 +325,7 @@ def test_a_drafter_cannot_run_alone_or_on_gpus(files: tuple[Path, Path], monkeyp
 def broken(path: Path, out: Path, change: Callable[[Checkpoint], object]) -> Path:
     checkpoint = Checkpoint(path.parent / "drafter", target=Checkpoint(path.parent / "model.hf"))
     change(checkpoint)
-    for _ in run(plan(checkpoint, out, None)):
-        pass
+    list(run(plan(checkpoint, out, None)))
     return out
 
 

@@ -59,8 +59,7 @@ def converted(folder: Path, entry: Tiny, model: Any, tokens: dict[int, str] | No
     for token, text in (tokens or {}).items():
         spelled[token] = text
     checkpoint.metadata = read_back(path, dict(checkpoint.metadata) | {"tokenizer.ggml.tokens": spelled}, ())
-    for _ in run(plan(checkpoint, folder / "model.gguf", "F32")):
-        pass
+    list(run(plan(checkpoint, folder / "model.gguf", "F32")))
     return folder / "model.gguf"
 
 

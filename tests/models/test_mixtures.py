@@ -1,4 +1,4 @@
-"""Complete mixtures of experts on the CPU: equal to the reference, and bit-identical in any batch."""
+"""Mixtures of experts: scaled weights, loading and planning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import localllm
 from localllm.gguf import GGUFFile
@@ -20,34 +19,10 @@ from tests.helpers.run_model import Runner
 T = GGMLType
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 60)]
 
-MODELS = pytest.mark.parametrize(
-    ("kind", "type"), [("mixtral", T.Q4_0), ("qwen3_moe", T.Q4_K), ("qwen3_moe", T.F16)], ids=str
-)
-
 
 @cache
 def cpu() -> CPUOps:
     return shared_by_threads(CPUOps(threads=2))
-
-
-@MODELS
-def test_logits_are_near_the_references(kind: str, type: GGMLType, tmp_path: Path) -> None:
-    path = tiny_models.tiny_gguf(tmp_path / "model.gguf", kind, type=type, head_dim=16)
-    ours, expected = Runner(path, cpu()).logits(IDS), Runner(path, ReferenceOps()).logits(IDS)
-    assert np.square(ours - expected).mean() < 1e-3 * np.square(expected).mean()
-
-
-@MODELS
-def test_decoded_tokens_have_the_bits_of_prefilled_ones(kind: str, type: GGMLType, tmp_path: Path) -> None:
-    path = tiny_models.tiny_gguf(tmp_path / "model.gguf", kind, type=type, head_dim=16)
-    runner = Runner(path, cpu())
-    at_once = runner.logits(IDS)
-    first = 0
-    for n in (1, 2, 3, 5, 1, 8, 12, 1, 27):
-        out = runner.run((IDS[first : first + n], first, range(runner.cache.n_pages[0])))
-        np.testing.assert_array_equal(out, at_once[first : first + n])
-        first += n
-    assert first == len(IDS)
 
 
 def test_expert_weights_are_scaled(tmp_path: Path) -> None:

@@ -26,15 +26,15 @@ from localllm.models.registry import read_model
 from localllm.quantize import plan as quantization_plan
 from localllm.quantize import run
 from tests.helpers.checkpoints import write_safetensors
+from tests.helpers.drafting import GREEDY, PROMPT, check_texts
 from tests.helpers.engines import in_engine
+from tests.helpers.run_model import make_batch
 from tests.models.tiny import TINY, make_model, save
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
 pytest.importorskip("transformers", reason="needs the extra 'reference'")
 
 Array = NDArray[np.float32]
-PROMPT = [1, *np.random.default_rng(0).integers(3, 300, 40).tolist()]
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 
 
 #: Qwen's names of DeepSeek's tensors.
@@ -74,8 +74,7 @@ def with_block(path: Path, name: str, *, copied: bool = False, **changes: Array 
     block = {n.replace(f"model.layers.{last}.", of_layers): t for n, t in tensors.items() if f"layers.{last}." in n}
     block |= {f"{of_own}{QWEN[x] if is_qwen else x}.weight": t for x, t in own.items() if t is not None}
     write_safetensors(folder / "model.safetensors", tensors | block)
-    for _ in run(quantization_plan(Checkpoint(folder), path, "F32")):
-        pass
+    list(run(quantization_plan(Checkpoint(folder), path, "F32")))
     return path, model
 
 
@@ -108,23 +107,9 @@ def test_the_block_matches_transformers_layer(name: str, tmp_path: Path) -> None
         y = y[0] if isinstance(y, tuple) else y
         expected = model.lm_head(norm(y, own["shared_head_norm"]))[0].numpy()
         step = ReferenceBackend().compile(graph, n_pages=(8,), max_tokens=64, max_outputs=64)
-        batch = localllm_batch(PROMPT[1:], step.cache.page_size)
+        batch = make_batch([(PROMPT[1:], 0, range(8))])
         ours = step.run(batch, HostOutput(hidden[0].numpy())).rows()
     assert np.abs(ours - expected).max() < 5e-3 * np.abs(expected).max()
-
-
-def localllm_batch(ids: list[int], page_size: int) -> Any:
-    from localllm.kernels.backend import Batch
-
-    n = len(ids)
-    return Batch(
-        ids=np.array(ids, np.int32),
-        positions=np.arange(n, dtype=np.int32),
-        query_starts=np.array([0, n], np.int32),
-        kv_lengths=np.array([n], np.int32),
-        block_tables=np.arange(-(-n // page_size), dtype=np.int32)[None, None],
-        outputs=np.arange(n, dtype=np.int32),
-    )
 
 
 @pytest.fixture
@@ -135,22 +120,10 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen35", "qwen3next", "glm4moe", "deepseek-v3", "deepseek-v3.2", "glm-5", "hy-v3"])
-@pytest.mark.usefixtures("always")
 def test_a_text_is_the_same_with_drafts(name: str, tmp_path: Path) -> None:
     path, _ = with_block(tmp_path / "model.gguf", name)
     with localllm.load(path, context=256, threads=1) as llm:
-        in_engine(llm, lambda loop: loop._cost.add(1, 1.0))
-        chat = PROMPT
-        for turn in range(3):  # each starts in the middle of the cached text
-            llm.forget() if turn == 1 else None
-            expected = llm.generate(chat, **GREEDY, speculate=None)
-            assert expected.drafts is None
-            for draft_max in (1, 5):
-                done = llm.generate(chat, **GREEDY, draft_max=draft_max)
-                assert done.ids == expected.ids
-                assert done.drafts is not None
-                assert done.drafts.drafted > 10
-            chat = [*chat, *expected.ids, 5, 6, 7]
+        check_texts(llm, (1, 5))
 
 
 @pytest.mark.usefixtures("always")

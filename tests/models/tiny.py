@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -1341,9 +1341,28 @@ def write(path: Path, entry: Tiny, model: Any, type: str = "F32", **keys: Any) -
     keys = {f"{entry.architecture}.{key}": value for key, value in keys.items()}
     checkpoint.metadata = read_back(folder, dict(checkpoint.metadata) | keys, ())
     path.unlink(missing_ok=True)
-    for _ in run(plan(checkpoint, path, type)):
-        pass
+    list(run(plan(checkpoint, path, type)))
     return path
+
+
+def write_target(folder: Path, name: str, likely: Sequence[int] | None) -> tuple[Path, Any]:
+    """Write a tiny model for a drafter: its context is longer, and it writes only the ``likely`` tokens."""
+    import torch
+
+    entry = replace(TINY[name], config={**TINY[name].config, "max_position_embeddings": 256})
+    model = make_model(entry)
+    if likely is not None and not model.config.tie_word_embeddings:
+        with torch.no_grad():
+            head = model.get_output_embeddings().weight
+            head[[i for i in range(len(head)) if i not in likely]] = 0
+    return write(folder / "model.gguf", entry, model), model
+
+
+def write_draft(folder: Path, type: str = "F32") -> Path:
+    """Convert the drafter in a folder, for the model that `write_target` wrote there."""
+    checkpoint = Checkpoint(folder / "drafter", target=Checkpoint(folder / "model.hf"))
+    list(run(plan(checkpoint, folder / "drafter.gguf", type)))
+    return folder / "drafter.gguf"
 
 
 def write_pooling(folder: Path, mode: str) -> None:

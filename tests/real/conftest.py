@@ -59,7 +59,6 @@ def gemma(gemma_path: Path) -> Iterator[LLM]:
 
 @pytest.fixture(params=["smollm2", "gemma"])
 def name(request: pytest.FixtureRequest) -> str:
-    """The name of a model."""
     return str(request.param)
 
 

@@ -12,12 +12,12 @@ import pytest
 
 from localllm.tui.screens import streaming
 from localllm.tui.storage import schema
+from localllm.tui.storage.chats import Store
 from tests.helpers.chat_app import run
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a coroutine test."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
@@ -44,3 +44,8 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[sqlite3.Connec
     yield connections
     for connection in connections:
         connection.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "chats.sqlite3")

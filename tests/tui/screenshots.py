@@ -19,7 +19,6 @@ PICTURES: dict[str, tuple[str, tuple[int, int], tuple[str, ...], str]] = {
 
 
 async def draw(folder: Path) -> None:
-    """Write all screenshots."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (theme, size, keys, awaited) in PICTURES.items():
         model = AppModel()

@@ -291,7 +291,7 @@ def test_audio_is_sent_with_a_message(folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.sep != "/", reason="other shells quote paths differently")
-def test_pasted_paths_of_pictures_attach_them(folder: Path) -> None:
+def test_pasted_paths_of_images_attach_them(folder: Path) -> None:
     write_picture(folder / "my cat.png")
     url = (folder / "my cat.png").as_uri()
     for pasted in ("my\\ cat.png", "'my cat.png'", '"my cat.png" '):
@@ -302,7 +302,7 @@ def test_pasted_paths_of_pictures_attach_them(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fakes Wayland's programs")
-async def test_pictures_on_the_clipboard_are_attached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_images_on_the_clipboard_are_attached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Image.new("RGB", (60, 30), (200, 30, 30)).save(folder / "clipboard.jpg")
     program = folder / "wl-paste"
     program.write_text('#!/bin/sh\ncat clipboard.jpg || { echo "Nothing is copied" >&2; false; }\n')
@@ -323,7 +323,7 @@ async def test_pictures_on_the_clipboard_are_attached(folder: Path, monkeypatch:
         await chat.until(lambda: composer.text == "words")
 
 
-def test_pages_of_a_pdf_without_text_are_pictures(folder: Path) -> None:
+def test_pages_of_a_pdf_without_text_are_images(folder: Path) -> None:
     pytest.importorskip("pypdfium2")
     page = Image.new("RGB", (80, 60), "white")
     page.save(folder / "scan.pdf", save_all=True, append_images=[page])
@@ -335,7 +335,7 @@ def test_pages_of_a_pdf_without_text_are_pictures(folder: Path) -> None:
         attach("@scan.pdf", count)
 
 
-async def test_pictures_are_drawn(folder: Path) -> None:
+async def test_images_are_drawn(folder: Path) -> None:
     write_picture(folder / "cat.png")
     async with chatting(setup(SeeingAppModel())) as chat:
         chat.app._chat.composer.post_message(events.Paste("cat.png"))

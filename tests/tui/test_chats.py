@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +30,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(path: Path) -> Iterator[Store]:
-    store = Store(path)
-    yield store
-    store.close()
+def store(path: Path) -> Store:
+    return Store(path)
 
 
 def talk(*words: str, title: str = "") -> Conversation:
@@ -230,7 +227,6 @@ def test_damage_at_run_time_is_reported(path: Path) -> None:
         file.write(b"\xff" * (size - 4096))
     with pytest.raises(StoreError, match="are damaged"):
         store.search("word")
-    store.close()
 
 
 def test_a_newer_file_is_refused(path: Path) -> None:
@@ -268,7 +264,6 @@ def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.
     monkeypatch.undo()
     store = Store(path)
     assert "colour" not in store._connection.execute("SELECT * FROM sessions").description
-    store.close()
 
 
 def test_a_lock_is_reported_after_waiting(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +279,6 @@ def test_a_lock_is_reported_after_waiting(path: Path, monkeypatch: pytest.Monkey
     other.execute("ROLLBACK")
     other.close()
     store.save(conversation, conversation.messages)
-    store.close()
 
 
 def test_a_full_disk_is_reported_and_loses_nothing(store: Store) -> None:
@@ -353,7 +347,6 @@ def test_processes_write_at_once(path: Path) -> None:
     assert [process.wait(120) for process in processes] == [0, 0, 0]
     store = Store(path)
     assert [summary.n_messages for summary in store.sessions()] == [30, 30, 30]
-    store.close()
 
 
 def test_a_new_database_waits_for_a_process_that_writes(path: Path) -> None:

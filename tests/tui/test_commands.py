@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -78,11 +78,9 @@ def model() -> FakeModel:
 
 
 @pytest.fixture
-def front(model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+def front(model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
     monkeypatch.chdir(tmp_path)
-    store = Store(tmp_path / "chats.sqlite3")
-    yield Notebook(store, model)
-    store.close()
+    return Notebook(Store(tmp_path / "chats.sqlite3"), model)
 
 
 def test_messages_and_commands() -> None:

@@ -32,25 +32,6 @@ def test_the_path_leads_to_the_leaf() -> None:
     assert Conversation().leaf is None
 
 
-def test_an_edit_is_a_new_branch() -> None:
-    conversation = talk("a", "b", "c", "d")
-    old = conversation.path()
-    new = conversation.add_sibling(old[2].id, "C")
-    assert texts(conversation.path()) == ["a", "b", "C"]
-    assert conversation.branch_of(new.id) == (2, 2)
-    assert texts(conversation.siblings(new.id)) == ["c", "C"]
-    assert texts(leaves(conversation)) == ["d", "C"]
-    conversation.switch(old[2].id)
-    assert conversation.path() == old
-
-
-def test_a_first_message_can_have_branches_too() -> None:
-    conversation = talk("a", "b")
-    conversation.add_sibling(conversation.path()[0].id, "A")
-    assert texts(conversation.children(None)) == ["a", "A"]
-    assert texts(conversation.path()) == ["A"]
-
-
 def test_a_branch_reopens_at_its_last_message() -> None:
     conversation = talk("a", "b", "c")
     a, b, c = conversation.path()

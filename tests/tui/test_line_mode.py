@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -32,17 +32,9 @@ Give = Callable[[str], None]
 
 @pytest.fixture
 def give(monkeypatch: pytest.MonkeyPatch) -> Give:
-    """Replace standard input."""
     return lambda text: monkeypatch.setattr(
         sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
     )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "chats.sqlite3")
-    yield store
-    store.close()
 
 
 def chat(store: Store, model: FakeModel, interactive: bool = False, **options: object) -> LineChat:
@@ -359,7 +351,6 @@ def test_a_message_is_edited_in_its_line(tiny: Path, tmp_path: Path) -> None:
     assert max(map(len, help_lines)) < 80
     store = Store(tmp_path / "chats.sqlite3")
     assert [m.text for m in store.load(store.sessions()[0].id).path()] == ["hi there", "zz"]
-    store.close()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,9 @@ from tests.helpers.fake_chat import FakeModel, leaves, play
 
 
 @pytest.fixture
-def stores(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
+def stores(tmp_path: Path) -> tuple[Store, Store]:
     """Open a file as in two terminals."""
-    first, second = Store(tmp_path / "chats.sqlite3"), Store(tmp_path / "chats.sqlite3")
-    yield first, second
-    first.close()
-    second.close()
+    return Store(tmp_path / "chats.sqlite3"), Store(tmp_path / "chats.sqlite3")
 
 
 def session(store: Store, *replies: str, id_: str | None = None) -> ChatSession:
@@ -152,8 +148,6 @@ async def test_all_tabs_of_the_app_count(tmp_path: Path) -> None:
         assert "1 New chat" in chat.screen
         await chat.say("/close")
         await chat.until(lambda: not second.others_with_open(two))
-    first.close()
-    second.close()
 
 
 async def test_the_app_tells(tmp_path: Path) -> None:
@@ -171,8 +165,6 @@ async def test_the_app_tells(tmp_path: Path) -> None:
         await chat.press("delete")
         await chat.sees("It is open in another terminal (process")
         await chat.press("escape", "escape")
-    first.close()
-    second.close()
 
 
 def test_a_read_only_store_does_not_notify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,4 +175,3 @@ def test_a_read_only_store_does_not_notify(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(store, "mark_open", fail)
     assert session(store).mark_open() is None
-    store.close()

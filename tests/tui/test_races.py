@@ -188,7 +188,6 @@ def test_changes_blocked_by_a_lock_are_saved_at_the_end(tmp_path: Path, monkeypa
     assert [m.text for m in store.load(session.conversation.id).path()] == ["a", "one", "b", "two"]
     release.join()
     other.close()
-    store.close()
 
 
 async def test_an_unsaved_chat_is_saved_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +222,6 @@ def test_only_a_chat_that_is_saved_can_be_continued(capsys: pytest.CaptureFixtur
     launch._save_unsaved([session])
     launch._print_how_to_continue(session)
     assert f"--session {session.conversation.id}" in capsys.readouterr().err
-    store.close()
 
 
 def test_an_invalid_time_hides_no_chats(tmp_path: Path) -> None:
@@ -240,7 +238,6 @@ def test_an_invalid_time_hides_no_chats(tmp_path: Path) -> None:
     assert {summary.id for summary in store.sessions()} == set(ids)
     assert all(time.localtime(summary.updated).tm_year >= 1969 for summary in store.sessions())
     assert all(store.load(id_).created >= 0 for id_ in ids)
-    store.close()
 
 
 def test_of_a_large_history_the_end_is_read(tmp_path: Path) -> None:
@@ -330,7 +327,6 @@ def test_chats_of_version_0_1_open_as_before(tmp_path: Path) -> None:
     assert (reply.window.first, reply.window.summary, reply.attachments[0].n_tokens) == ("m1", "s", 1)
     assert store.search("hello")[0].id == "c1"
     assert store._connection.execute("PRAGMA user_version").fetchone()[0] == len(schema.MIGRATIONS)
-    store.close()
 
 
 async def test_a_message_that_was_just_sent_is_selected_once_it_is_drawn() -> None:

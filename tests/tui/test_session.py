@@ -6,7 +6,6 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,6 @@ from tests.helpers.fake_chat import FakeModel, Reply, leaves, play
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "chats.sqlite3")
-    yield store
-    store.close()
-
-
 def begin(store: Store, *replies: Reply, context: int = 1000) -> tuple[ChatSession, FakeModel]:
     model = FakeModel(list(replies), context=context)
     return ChatSession(model, store), model
@@ -56,7 +48,6 @@ def prefilled(stats: ReplyStats) -> int:
 
 
 def kept(session: ChatSession) -> list[str]:
-    """Return the saved messages of the path."""
     return [message.text for message in session.store.load(session.conversation.id).path()]
 
 

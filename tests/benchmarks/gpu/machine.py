@@ -178,7 +178,6 @@ class Machine:
         return self._ceilings[device]
 
     def measure_ceilings(self, device: int) -> DeviceCeilings:
-        """Measure the ceilings of a device."""
         most = roofline.CUDARoofline(self.driver, device)
         rates = {kind: most.rate(kind) for kind in most.kinds}
         return DeviceCeilings(most.copy_bandwidth(), most.read_bandwidth(), rates)

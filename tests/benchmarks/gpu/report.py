@@ -26,7 +26,6 @@ def markdown(head: dict[str, str], results: Sequence[Found]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Format rows as Markdown."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns, ["---"] * len(columns)]
     lines += [["" if row.get(name) is None else escape_controls(row[name]) for name in columns] for row in rows]
@@ -34,7 +33,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write(folder: Path, head: dict[str, str], results: Sequence[Found]) -> None:
-    """Write both files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu.md").write_text(markdown(head, results), encoding="utf-8")
     content: dict[str, Any] = {**head, "sections": [asdict(found) for found in results]}

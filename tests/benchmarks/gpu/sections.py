@@ -94,7 +94,6 @@ def run_all(
 
 
 def line(row: Row) -> str:
-    """Format a row for the terminal."""
     return "  ".join(f"{name} {escape_controls(value)}" for name, value in row.items() if value not in (None, ""))
 
 

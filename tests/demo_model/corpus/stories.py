@@ -55,7 +55,6 @@ PLAIN_REQUESTS = (
 
 
 def article(noun: str) -> str:
-    """Return the noun with `a` or `an`."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 

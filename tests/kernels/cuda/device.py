@@ -60,8 +60,6 @@ class Device:
 
 @dataclass
 class Weights:
-    """A packed matrix."""
-
     format: PackedFormat
     n_out: int
     n_in: int

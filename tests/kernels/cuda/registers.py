@@ -158,7 +158,6 @@ def _of_heads(head_dim: int, cache_type: CacheType, architecture: int) -> Iterat
 
 
 def problems(case: Case, budgets: Budgets, found: dict[str, Resources]) -> list[str]:
-    """Return the problems of a case's kernels."""
     wrong = []
     for kernel, taken in found.items():
         where = f"{kernel} of {case.name} for sm_{case.architecture}"

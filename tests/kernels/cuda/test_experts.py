@@ -116,7 +116,6 @@ BATCHES = {"matvec_experts": 2, "matmul_few_experts": 7, "matmul_experts": 20}
 
 
 def mixed(ops: Ops, type: GGMLType, n: int, n_ff: int = N_FF) -> NDArray[np.float32]:
-    """Return the outputs of a mixture for ``n`` tokens."""
     rng = np.random.default_rng(1)
 
     def experts(type: GGMLType, n_out: int, n_in: int) -> Any:

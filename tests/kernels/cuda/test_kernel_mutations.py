@@ -133,7 +133,6 @@ def append(device: Device) -> Array:
 
 
 def rows(kernel: str) -> Case:
-    """Return a case of norms and gates."""
     is_norm, is_quantised = kernel.startswith("rms_norm"), kernel.endswith("quantised")
     kernel = kernel.removesuffix(" quantised")
 

@@ -37,7 +37,6 @@ IDS = [int(i) for i in np.random.default_rng(2).integers(3, 300, LONG)]
 
 @pytest.fixture(params=["emulated", "real"])
 def make(request: pytest.FixtureRequest) -> Callable[[], CUDABackend]:
-    """Return a factory of the backend."""
     if request.param == "emulated":
         skip_without_tools()
         return emulated_cuda
@@ -156,15 +155,6 @@ def test_layers_split_over_devices_give_the_same_bits(
     assert_same(conversation(Runner(path, SplitOps(parts, micro_batch=32), 8)), expected)
 
 
-def test_a_mixture_split_over_devices_gives_the_same_bits(tmp_path: Path) -> None:
-    skip_without_tools()
-    path = small(tmp_path, "mixtral")
-    expected = conversation(Runner(path, emulated_cuda(), 8))
-    driver = EmulatedDriver(2, peers=False, order="random")
-    parts: list[tuple[Backend, int]] = [(emulated_cuda(driver, i), n) for i, n in enumerate((1, 2))]
-    assert_same(conversation(Runner(path, SplitOps(parts, micro_batch=32), 8)), expected)
-
-
 @pytest.mark.parametrize("outputs", [[59], []], ids=["with logits", "without"])
 def test_a_page_is_copied_after_the_step_that_fills_it(
     outputs: list[int], on_one_device: tuple[Path, list[np.ndarray]]
@@ -181,15 +171,6 @@ def test_a_page_is_copied_after_the_step_that_fills_it(
 
     expected = next_logits(EmulatedDriver(2, order="eager"), [59], 0)
     np.testing.assert_array_equal(next_logits(EmulatedDriver(2, order="lazy"), outputs, 3), expected)
-
-
-def test_half_of_the_layers_on_the_cpu(
-    make: Callable[[], CUDABackend], load: Callable[..., LLM], tmp_path: Path
-) -> None:
-    path = small(tmp_path, num_hidden_layers=4)
-    llm = load(path, make(), n_gpu_layers=2)
-    assert {d: llm.info.placement.layers_on(d) for d in llm.info.placement.devices} == {"cpu": 2, "cuda:0": 2}
-    assert_same_text(llm, load(path), LONG)
 
 
 def test_layers_on_the_cpu_and_on_two_devices(load: Callable[..., LLM], tmp_path: Path) -> None:

@@ -52,7 +52,6 @@ def sources(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def binding() -> Any:
-    """CuPy's binding of NVRTC."""
     if reason := nvrtc.missing():
         pytest.skip(reason)
     from cupy.cuda import nvrtc as found
@@ -211,8 +210,6 @@ def test_errors_name_the_real_file(sources: Path, binding: Any) -> None:
 
 
 class CountingNVRTC(FakeNVRTC):
-    """A compiler that counts its calls."""
-
     def __init__(self, version: int = 0) -> None:
         super().__init__()
         self.version = version

@@ -52,19 +52,10 @@ class WatchedDriver(EmulatedDriver):
         self.downloaded_bytes += source.n_bytes
         super().download(destination, source, stream)
 
-    def launch(
-        self,
-        module: interface.Module,
-        kernel: str,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        arguments: Sequence[DeviceMemory | np.number[Any]],
-        stream: interface.Stream,
-        shared_bytes: int = 0,
-    ) -> None:
+    def launch(self, module: interface.Module, kernel: str, *more: Any, **options: Any) -> None:
         self.calls["launch"] += 1
         self.kernels[kernel] += 1
-        super().launch(module, kernel, grid, block, arguments, stream, shared_bytes)
+        super().launch(module, kernel, *more, **options)
 
     def replay(self, graph: interface.Graph, stream: interface.Stream) -> None:
         self.calls["replay"] += 1

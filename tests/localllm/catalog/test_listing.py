@@ -333,11 +333,6 @@ def test_a_name_that_is_not_here_points_to_those_that_are(name: str) -> None:
         find(name)
 
 
-def test_demo_names_the_demo_model_everywhere() -> None:
-    with localllm.load("demo", device="reference", draft_model="demo") as llm:
-        assert (llm.info.path, llm.info.draft and llm.info.draft.path) == (DEMO, DEMO)
-
-
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
     for name in names:

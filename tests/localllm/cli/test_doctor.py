@@ -41,7 +41,6 @@ def own_isa(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(name: str, group: str | None = None) -> Finding:
-    """Return the only result with this name."""
     [finding] = [f for f in findings() if f.name == name and group in (None, f.group)]
     return finding
 

@@ -30,7 +30,6 @@ def tiny(path: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models and a text."""
     path = tmp_path_factory.mktemp("evaluate")
     for seed, name in enumerate(("one.gguf", "two.gguf")):
         tiny(path / name, seed)

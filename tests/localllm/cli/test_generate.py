@@ -31,7 +31,7 @@ from tests.helpers.command_line import (
     run_process,
     running,
 )
-from tests.helpers.data import ROOT, shared_data
+from tests.helpers.data import ROOT
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
 #: Chat template of the tiny model.
@@ -56,7 +56,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a chat template."""
     return tiny_model(tmp_path_factory.mktemp("generate") / "chatty.gguf", **{"tokenizer.chat_template": TEMPLATE})
 
 
@@ -88,14 +87,6 @@ def give_stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
 # The text.
 
 
-def test_greedy_from_bos_gives_the_expected_text() -> None:
-    """Exactly the library's text, from the installed program."""
-    model = shared_data("models/stories260K/stories260K.gguf")
-    expected = shared_data("models/stories260K/greedy_expected.txt").read_text()
-    outcome = run_process(["generate", "-m", model, "--temp", "0", "-n", "256", "--device", "reference"])
-    assert (outcome.code, outcome.out) == (0, expected)
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_only_a_terminal_gets_a_last_line_end_and_controls_spelled_out(generate: Generate, plain: Path) -> None:
     """The model writes ESC twice."""
@@ -103,14 +94,6 @@ def test_only_a_terminal_gets_a_last_line_end_and_controls_spelled_out(generate:
     assert generate(*flags).out == "\x1b\x1b"
     screen = run_on_terminal(["generate", "-m", plain, "--device", "reference", *flags])
     assert screen == (0, "\\x1b\\x1b\r\n")
-
-
-def test_the_kernels_give_the_same_text(generate: Generate, plain: Path) -> None:
-    reference = generate("-p", "the cat", "--temp", "0", "-q")
-    kernels = generate("-p", "the cat", "--temp", "0", "--device", "cpu", "-t", "1", "-q")
-    assert kernels.code == 0
-    assert kernels.out == reference.out != ""
-    assert kernels.err == ""  # even if kernels have to be compiled
 
 
 @pytest.mark.linux("a simulation imports more")
@@ -174,19 +157,6 @@ def test_settings_reach_the_sampler(generate: Generate, llm: LLM) -> None:
     assert {name: seen[0][name] for name in expected} == expected
     assert set(seen[0]) == {*expected, "progress"}
     assert outcome.out == llm.generate("the", **expected).text
-
-
-def test_seeds(generate: Generate) -> None:
-    texts = {seed: generate("-q", "-p", "a", "--temp", 3, "-s", seed).out for seed in (1, 2)}
-    assert texts[1] != texts[2]
-    assert generate("-q", "-p", "a", "--temp", 3, "-s", 1).out == texts[1]
-    assert len({generate("-q", "-p", "a", "--temp", 3, "-s", -1).out for _ in range(4)}) > 1
-
-
-def test_stop_strings(generate: Generate, llm: LLM) -> None:
-    text = llm.generate("the", temperature=0, max_tokens=12).text
-    stop = text[3:5]
-    assert generate("-q", "-p", "the", "--temp", 0, "--stop", "never", "--stop", stop).out == text[: text.index(stop)]
 
 
 def test_no_limit_of_tokens(generate: Generate) -> None:

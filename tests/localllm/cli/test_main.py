@@ -133,72 +133,33 @@ BAD_USAGE = {
     "a share of an adapter that is none": (["merge", "a.gguf", "b.gguf", "--lora", "c.gguf=nan"], "not ADAPTER[=X]"),
     "unknown command": (["genrate"], "there is no command 'genrate': did you mean generate? localllm generate"),
     "a command in capitals": (["GENERATE"], "there is no command 'GENERATE': did you mean generate? localllm gen"),
-    "a command of others": (["cp"], "there is no command 'cp': models are plain files, whose paths localllm models"),
     "a strange command": (["xyzzy"], "there is no command 'xyzzy': the commands are generate, chat, serve, "),
-    "no command but a flag": (["-p", "hi"], "the first word must be a command, such as localllm"),
     "no command but a file": (["model.gguf"], "'model.gguf' is not a command: localllm generate -m model.gguf"),
-    "unknown flag": (
-        ["generate", "--tmp", "1"],
-        "there is no flag --tmp: did you mean --temp? localllm generate --temp 1",
-    ),
+    "unknown flag": (["generate", "--tmp", "1"], "there is no flag --tmp: did you mean --temp? localllm generate"),
     "a flag with its value": (["generate", "--tempp=1"], "did you mean --temp? localllm generate --temp=1 -m"),
-    "a strange flag": (["generate", "--xyzzy=1"], "there is no flag --xyzzy (see localllm generate --help)"),
     "no value": (["generate", "--model=--"], "'--' is not a value of --model"),
     "a short flag": (["generate", "-nx", "4"], "there is no flag -nx (see localllm generate --help)"),
     "one dash too few": (["generate", "-temp", "1"], "there is no flag -temp: did you mean --temp?"),
-    "-i": (["generate", "-i"], "there is no flag -i: localllm generate answers one prompt"),
-    "prompt without quotes": (["generate", "-p", "two", "words"], "unexpected argument 'words': write quotes around"),
-    "a schema that is not JSON": (
-        ["generate", "-j", "{a"],
-        "argument -j/--json-schema: '{a' is not valid JSON (Expect",
-    ),
+    "a schema that is not JSON": (["generate", "-j", "{a"], "argument -j/--json-schema: '{a' is not valid JSON"),
     "two files": (["inspect", "a.gguf", "b.gguf"], "too many arguments, starting with 'b.gguf'"),
-    "a file twice": (
-        ["chat", "-m", "a.gguf", "b.gguf"],
-        "a model is named twice: remove one of the names",
-    ),
-    "a value of a strange flag": (
-        ["bench", "-m", "a.gguf", "-c", "16"],
-        "there is no flag -c (see localllm bench --help)",
-    ),
+    "a value of a strange flag": (["bench", "-m", "a.gguf", "-c", "16"], "there is no flag -c (see localllm bench"),
     "a value at its flag": (["generate", "-t4x"], "argument -t/--threads: '4x' is not a whole number of at least 1"),
     "no path": (["generate", "-m", ""], "argument -m/--model: the path is empty: name a GGUF file"),
-    "an address": (
-        ["generate", "-m", "https://example.com/a/b.gguf"],
-        "https://example.com/a/b.gguf is not an address on the hub: download the file and name its path",
-    ),
-    "not a number": (
-        ["generate", "--temp", "warm"],
-        "--temp/--temperature: 'warm' is not a finite number",
-    ),
+    "an address": (["generate", "-m", "https://example.com/a/b.gguf"], "a/b.gguf is not an address on the hub"),
+    "not a number": (["generate", "--temp", "warm"], "--temp/--temperature: 'warm' is not a finite number"),
     "not a whole number": (["generate", "--top-k", "1.5"], "--top-k: '1.5' is not a whole number of at least 0"),
     "temperature": (["generate", "-p", "x", "--temp", "-1"], "--temp/--temperature: '-1' is not a finite number"),
-    "temperature NaN": (
-        ["generate", "-p", "x", "--temp", "nan"],
-        "'nan' is not a finite number",
-    ),
+    "temperature NaN": (["generate", "-p", "x", "--temp", "nan"], "'nan' is not a finite number"),
     "top k": (["generate", "-p", "x", "--top-k", "-3"], "--top-k: '-3' is not a whole number of at least 0"),
     "top p": (["generate", "-p", "x", "--top-p", "1.5"], "--top-p: '1.5' is not a number from 0 to 1"),
     "mirostat 1": (["generate", "-p", "x", "--mirostat", "1"], "--mirostat: '1' is not 0 (off) or 2"),
-    "mirostat rate": (
-        ["generate", "-p", "x", "--mirostat-lr", "-1"],
-        "'-1' is not a finite number of at least 0",
-    ),
-    "seed": (
-        ["generate", "-p", "x", "-s", "-2"],
-        "'-2' is not a whole number from 0 to 2^64 - 1; remove the flag for the default: a new seed for each call",
-    ),
-    "seed of letters": (
-        ["generate", "--seed", "x"],
-        "-s/--seed: 'x' is not a whole number from 0 to 2^64 - 1; remove the flag",
-    ),
+    "mirostat rate": (["generate", "-p", "x", "--mirostat-lr", "-1"], "'-1' is not a finite number of at least 0"),
+    "seed": (["generate", "-p", "x", "-s", "-2"], "'-2' is not a whole number from 0 to 2^64 - 1; remove the flag"),
+    "seed of letters": (["generate", "--seed", "x"], "-s/--seed: 'x' is not a whole number from 0 to 2^64 - 1"),
     "large seed": (["generate", "--seed", str(1 << 64)], "is not a whole number from 0 to 2^64 - 1"),
     "tokens": (["generate", "-p", "x", "-n", "-5"], "'-5' is not a whole number of at least 0, or -1 for no limit"),
     "threads": (["generate", "-p", "x", "-t", "0"], "-t/--threads: '0' is not a whole number of at least 1"),
-    "overflow": (
-        ["generate", "-p", "x", "--overflow", "wrap"],
-        "--overflow: 'wrap' is not one of 'error', 'truncate'",
-    ),
+    "overflow": (["generate", "-p", "x", "--overflow", "wrap"], "--overflow: 'wrap' is not one of 'error', 'trunc"),
     "empty stop": (["generate", "-p", "x", "--stop", ""], "argument --stop: '' is not a non-empty string"),
     "bias": (["generate", "-l", "five"], "'five' is not a token id and a number"),
     "bias NaN": (["generate", "-p", "x", "-l", "5+nan"], "'5+nan' is not a token id and a number"),
@@ -215,7 +176,6 @@ BAD_USAGE = {
     "repetitions": (["bench", "-r", "0"], "-r/--repetitions: '0' is not a whole number of at least 1"),
     "a pair of one": (["bench", "-pg", "512"], "-pg is 512, but must be two whole numbers of at least 1, as 512,128"),
     "a profile as Markdown": (["bench", "--profile", "-o", "md"], "--profile needs -o table or -o json, not -o md"),
-    "a word that is not near": (["creat"], "there is no command 'creat': the commands are generate, chat"),
     "nothing to measure": (["bench", "-p", "0", "-n", "0"], "no test is left to measure"),
 }
 
@@ -293,13 +253,6 @@ def test_an_unsupported_architecture_is_named_with_the_list_of_those_there_are(r
     assert "\x1b" not in outcome.err
 
 
-def test_too_little_memory_is_said_before_loading(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.loading.load.available_memory", lambda: 1 << 20)
-    outcome = run("generate", "-m", tiny, "--device", "reference", "-p", "x")
-    assert outcome.code == 1
-    assert re.search(r"needs [\d.]+ GB of memory .* but 0.00 GB is available", outcome.error())
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
 @pytest.mark.parametrize("kibibytes", [300_000, 420_000])
 def test_a_short_address_space_is_said(tmp_path: Path, kibibytes: int) -> None:
@@ -316,23 +269,6 @@ def test_a_context_too_large_for_the_memory_says_the_flag(run: Run, tiny: Path) 
     outcome = run("generate", "-m", tiny, "--device", "reference", "-p", "x", "-c", 10**12)
     assert outcome.code == 1
     assert re.search(r"load it with -c \d+ or less", outcome.error())
-
-
-def test_a_prompt_that_is_too_long(run: Run, tiny: Path) -> None:
-    outcome = run("generate", "-q", "-m", tiny, "--device", "reference", "-c", "16", "-p", "z" * 40)
-    assert outcome.code == 1
-    assert re.fullmatch(
-        r"the prompt has 4\d tokens, which exceeds the available context size of 16: shorten it, "
-        "use a larger -c, or --overflow truncate",
-        outcome.error(),
-    )
-    longer = run("generate", "-q", "-m", tiny, "--device", "reference", "-c", "16", "-p", "z" * 40, "-n", "2")
-    assert longer.code == 1
-    cut = run(
-        *("generate", "-q", "-m", tiny, "--device", "reference", "-c", "16", "-p", "z" * 40, "-n", "2"),
-        *("--overflow", "truncate"),
-    )
-    assert cut.code == 0
 
 
 @pytest.mark.parametrize(

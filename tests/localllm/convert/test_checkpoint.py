@@ -38,8 +38,7 @@ from tests.helpers.command_line import run_main
 
 
 def convert(folder: Path, out: Path, type: str | None = None, **options: Any) -> Path:
-    for _ in run(plan(Checkpoint(folder), out, type, allow_requantize=True), **options):
-        pass
+    list(run(plan(Checkpoint(folder), out, type, allow_requantize=True), **options))
     return out
 
 

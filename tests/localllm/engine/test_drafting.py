@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -12,27 +12,12 @@ from localllm.engine.drafting import Drafts
 from localllm.engine.request import Request
 from localllm.sampling import Sampling
 from tests.helpers.fake_backend import N_VOCAB, greedy_after
-from tests.helpers.requests import GREEDY, SteppedEngine, results, writing
+from tests.helpers.requests import GREEDY, FakeDrafter, SteppedEngine, results, writing
 from tests.helpers.samplings import SAMPLINGS
 
 Guess = Callable[[list[int], int], list[int]]
 
 PROMPT = [5, 6, 7]
-
-
-class FakeDrafter:
-    """Drafts the tokens that a function of the text and of ``most`` returns."""
-
-    def __init__(self, guess: Guess) -> None:
-        self.guess = guess
-        self.n_closed = 0
-
-    def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        assert most >= 1
-        return self.guess(list(tokens), most)
-
-    def close(self) -> None:
-        self.n_closed += 1
 
 
 def right(tokens: list[int], most: int) -> list[int]:

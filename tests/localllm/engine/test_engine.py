@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import queue
 import threading
 import time
 import weakref
@@ -17,7 +16,7 @@ import pytest
 from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
-from localllm.errors import ClosedError, ContextLengthError, QueueFullError, UsageError
+from localllm.errors import ClosedError, QueueFullError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Batch
 from localllm.loading.devices import Device, open_devices
@@ -223,18 +222,6 @@ def test_an_error_of_a_callers_function_ends_its_request_alone(error: BaseExcept
     engine.check_all_pages_are_back()
 
 
-@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration])
-def test_a_stop_iteration_is_no_end(kind: type[BaseException]) -> None:
-    def fail(ids: Any, logits: Any) -> Any:
-        raise kind
-
-    engine = SteppedEngine()
-    request = writing([1], 6, sampling=Sampling(processors=(fail,)))
-    engine.run(request)
-    assert isinstance(results(request).error, RuntimeError)
-    assert isinstance(results(request).error.__cause__, kind)  # type: ignore[union-attr]
-
-
 def test_a_failed_step_ends_the_requests_of_its_batch_and_leaves_the_rest_usable() -> None:
     engine = SteppedEngine(parallel=2)
     engine.run(writing(range(9), 1))
@@ -356,15 +343,6 @@ def test_ids_outside_the_vocabulary_never_reach_the_backend(ids: list[int], engi
             engine.submit(request)
 
 
-def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(engine: Engine) -> None:
-    with pytest.raises(
-        ContextLengthError, match="65 tokens, which exceeds the available context size of 64"
-    ) as caught:
-        engine.submit(writing([1] * 65))
-    assert (caught.value.n_tokens, caught.value.context) == (65, 64)
-    assert len(finish(engine, reading([1] * 64)).rows) == 64
-
-
 def test_too_many_that_wait_are_refused() -> None:
     engine, ops = fake_engine(max_waiting=2, max_running=1)
     go_on = threading.Event()
@@ -422,19 +400,6 @@ def test_closing_ends_requests_and_lets_the_memory_go() -> None:
     assert isinstance(kept, ZeroDivisionError), "its traceback refers to the engine"
 
 
-def test_an_unreferenced_engine_ends() -> None:
-    runner, _ = fake_runner()
-    ended = threading.Event()
-    engine = Engine(EngineLoop(runner, on_end=ended.set))
-    finish(engine, writing([1], 2))
-    thread = engine._thread
-    del engine
-    gc.collect()
-    assert ended.wait(60)
-    thread.join(60)
-    assert not thread.is_alive()
-
-
 def test_a_request_during_closing_gets_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     request, ended = writing([1], 2), engine._ended.set
 
@@ -447,20 +412,6 @@ def test_a_request_during_closing_gets_an_error(engine: Engine, monkeypatch: pyt
     assert results(request).ended.wait(60)
     assert isinstance(results(request).error, ClosedError)
     monkeypatch.undo()
-
-
-def test_the_engines_thread_cannot_wait_for_itself(engine: Engine) -> None:
-    caught: list[BaseException] = []
-    items: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def look(id_: int) -> None:
-        try:
-            engine.wait_for(items)
-        except UsageError as error:
-            caught.append(error)
-
-    finish(engine, writing([1], 1, output=Results(look)))
-    assert "cannot wait for the same model" in str(caught[0])
 
 
 def test_closing_from_the_engines_own_thread(engine: Engine) -> None:
@@ -561,15 +512,6 @@ def logits(engine: SteppedEngine, ids: list[int], first: int = 0) -> np.ndarray:
 def close_to(a: np.ndarray, b: np.ndarray) -> bool:
     """The largest difference is below 1e-4 of the largest logit."""
     return float(np.abs(a - b).max()) < 1e-4 * float(np.abs(b).max())
-
-
-def test_cached_decode_equals_prefill(real_engine: MakeEngine) -> None:
-    engine = real_engine()
-    ids = np.random.default_rng(1).integers(0, 300, 70).tolist()
-    full = logits(engine, ids)
-    engine.loop.forget()
-    for n in range(34, 71):
-        assert close_to(logits(engine, ids[:n], n - 1)[0], full[n - 1])
 
 
 def test_chunks_do_not_matter(real_engine: MakeEngine) -> None:

@@ -13,7 +13,7 @@ from localllm.engine import runner as runner_module
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages, n_states
 from localllm.loading.devices import Device, open_devices
 from tests.helpers.hybrid import N_VOCAB, hybrid
-from tests.helpers.requests import SteppedEngine, results, writing
+from tests.helpers.requests import FakeDrafter, SteppedEngine, results, writing
 from tests.helpers.run_model import make_batch
 
 CONTEXT, PARALLEL = 512, 2
@@ -54,17 +54,10 @@ def new_engine(device: Device) -> SteppedEngine:
     return SteppedEngine(runner=runner)
 
 
-class Guesses:
-    """Drafts the next tokens, every third of them wrong."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self._ids = ids
-
-    def propose(self, tokens: list[int], most: int) -> list[int]:
-        at = len(tokens)
-        return [(id_ + (i % 3 == 2)) % N_VOCAB for i, id_ in enumerate(self._ids[at : at + min(most, 5)], at)]
-
-    def close(self) -> None: ...
+def mostly_right(ids: list[int]) -> FakeDrafter:
+    """Draft the next tokens, every third of them wrong."""
+    wrong = [(id_ + (i % 3 == 2)) % N_VOCAB for i, id_ in enumerate(ids)]
+    return FakeDrafter(lambda tokens, most: wrong[len(tokens) :][: min(most, 5)])
 
 
 def test_side_by_side_preempted_and_with_wrong_drafts(device: Device) -> None:
@@ -78,7 +71,7 @@ def test_side_by_side_preempted_and_with_wrong_drafts(device: Device) -> None:
         alone.run(request := writing(prompt, 210, n_vocab=N_VOCAB))
         expected.append(results(request).ids)
         requests.append(writing(prompt, 210, n_vocab=N_VOCAB))
-        requests[-1].drafter = Guesses(request.tokens)
+        requests[-1].drafter = mostly_right(request.tokens)
     engine.submit(*requests)
     running: set[object] = set()
     while engine.step():

@@ -10,7 +10,7 @@ from localllm.engine.cache import common_prefix
 from localllm.engine.request import Request
 from localllm.kernels.backend import Batch, Output
 from tests.helpers.fake_backend import PAGE_SIZE, FakeCache, greedy_after
-from tests.helpers.requests import SteppedEngine, results, writing
+from tests.helpers.requests import FakeDrafter, SteppedEngine, results, writing
 
 #: Tokens between two snapshots of a prompt in these tests.
 INTERVAL = 4 * PAGE_SIZE
@@ -103,9 +103,13 @@ def test_requests_side_by_side_and_preempted(kind: tuple[tuple[int | None, ...],
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
 def test_wrong_drafts_are_rolled_back(kind: tuple[tuple[int | None, ...], bool], rate: float) -> None:
     engine, rng = new_engine(kind), np.random.default_rng(2)
+
+    def guess(tokens: list[int], most: int) -> list[int]:
+        return [(id_ + (rng.random() > rate)) % 97 for id_ in greedy_after(tokens, min(most, 5))]
+
     requests = [writing(rng.integers(0, 97, n).tolist(), 40) for n in (9, 21)]
     for request in requests:
-        request.drafter = Oracle(rng, rate)
+        request.drafter = FakeDrafter(guess)
     engine.run(*requests)
     for request in requests:
         check(request)
@@ -116,19 +120,6 @@ def test_wrong_drafts_are_rolled_back(kind: tuple[tuple[int | None, ...], bool],
     engine.run(request := writing([*requests[0].tokens, 1, 2], 1))
     assert engine.n_evaluated - before <= 3 + 7
     check(request)
-
-
-class Oracle:
-    """Drafts the next tokens, and some wrong ones."""
-
-    def __init__(self, rng: np.random.Generator, rate: float) -> None:
-        self._rng, self._rate = rng, rate
-
-    def propose(self, tokens: list[int], most: int) -> list[int]:
-        ids = greedy_after(tokens, min(most, 5))
-        return [id_ if self._rng.random() <= self._rate else (id_ + 1) % 97 for id_ in ids]
-
-    def close(self) -> None: ...
 
 
 def test_a_failed_step_leaves_no_state_behind() -> None:

@@ -116,7 +116,7 @@ def test_ids_and_places() -> None:
         np.testing.assert_array_equal(pictures.ends(start, stop), ends[start:stop])
 
 
-def test_places_of_pictures_that_are_numbered() -> None:
+def test_places_of_images_that_are_numbered() -> None:
     """Image tokens have row, column and frame positions, and share a time; surrounding tokens have text positions."""
     placed = [MediaTokens(start, PreparedMedia(b"a", 8, (2, 3), is_numbered=True)) for start in (2, 11)]
     pictures = PromptMedia(placed)
@@ -214,7 +214,7 @@ def test_images_are_encoded_together_and_a_broken_one_ends_only_its_request(
     assert max(encoder.batches) == 2
 
 
-def test_others_go_on_while_a_picture_is_encoded(device: Device) -> None:
+def test_others_go_on_while_an_image_is_encoded(device: Device) -> None:
     engine = stepped(device, FakeEncoder(n_pieces=20), step_s=0.0)
     other = writing(*prompt(5), n=40)
     engine.submit(other)
@@ -276,7 +276,7 @@ def test_invalid_prompts_with_images(device: Device) -> None:
     engine.close()
 
 
-def test_a_picture_as_large_as_a_step_does_not_wait_for_those_that_decode(device: Device) -> None:
+def test_an_image_as_large_as_a_step_does_not_wait_for_those_that_decode(device: Device) -> None:
     engine = stepped(device, FakeEncoder())
     others = [writing(*prompt(2, seed=n), n=90) for n in range(3)]
     engine.submit(*others)

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from localllm.engine.request import BACKGROUND_DELAY_S, Request
 from localllm.engine.scheduler import FIRST_CHUNK, MIN_CHUNK, MIN_CHUNK_ALONE, StepTimes
 from tests.helpers.fake_backend import PAGE_SIZE, greedy_after, logits_after
-from tests.helpers.requests import Results, SteppedEngine, reading, results, writing
+from tests.helpers.requests import Results, SteppedEngine, nearly_right, reading, results, writing
 
 
 def test_a_prompt_in_chunks_then_decoding() -> None:
@@ -299,7 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = reading(prompt, first, priority=priority, submitted_at=submitted_at)
             expected: Any = [logits_after(prompt[: i + 1]) for i in range(first, len(prompt))]
         else:
-            drafter = None if guess is None else Guesses(guess)
+            drafter = None if guess is None else nearly_right(guess)
             request = writing(prompt, n, priority=priority, submitted_at=submitted_at, drafter=drafter)
             expected = greedy_after(prompt, min(n, 32 - len(prompt) + 1))
         self.requests.append((request, list(prompt), expected))
@@ -377,19 +377,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.settle()
             assert not self.requests
             self.engine.check_all_pages_are_back()
-
-
-class Guesses:
-    """Drafts whose first ``n_right`` tokens are right."""
-
-    def __init__(self, n_right: int) -> None:
-        self.n_right = n_right
-
-    def propose(self, tokens: list[int], most: int) -> list[int]:
-        right = greedy_after(tokens, min(most, self.n_right + 2))
-        return right[: self.n_right] + [(id_ + 1) % 97 for id_ in right[self.n_right :]]
-
-    def close(self) -> None: ...
 
 
 #: LOCALLLM_TEST_EXAMPLES=250 runs 10,000 rules or more.

@@ -19,7 +19,7 @@ from localllm.sampling import Sampling, make_sampler
 from localllm.sampling.penalties import Logits
 from tests.helpers.engines import eventually, in_engine
 from tests.helpers.fake_backend import N_VOCAB, PAGE_SIZE, fake_engine, greedy_after
-from tests.helpers.requests import GREEDY, Results, finish, results, writing
+from tests.helpers.requests import GREEDY, Results, finish, nearly_right, results, writing
 
 
 class SlowGrammar:
@@ -145,23 +145,10 @@ def test_an_engine_that_is_closed_waits_for_the_choice_under_way_alone(engine: E
     assert all(isinstance(results(request).error, ClosedError) for request in requests)
 
 
-class HalfRight:
-    """Drafts some right tokens and one wrong one."""
-
-    def __init__(self, n_right: int) -> None:
-        self._n_right = n_right
-
-    def propose(self, ids: list[int], most: int) -> list[int]:
-        right = greedy_after(ids, self._n_right + 1)
-        return [*right[:-1], (right[-1] + 1) % N_VOCAB][:most]
-
-    def close(self) -> None: ...
-
-
 @pytest.mark.parametrize("n_right", [0, 1, 3])
 def test_drafts_are_verified_apart_too(engine: Engine, n_right: int) -> None:
     request = held([1, 2], 20, SlowGrammar())
-    request.drafter = HalfRight(n_right)
+    request.drafter = nearly_right(n_right)
     assert finish(engine, request).ids == greedy_after([1, 2], 20)
     assert request.n_accepted >= n_right * 3
     engine.close()
@@ -178,7 +165,7 @@ def test_any_company_gives_the_same_texts() -> None:
         slow = SlowGrammar(seconds=float(rng.choice([0.0, 0.001, 0.02])))
         requests.append(held(prompt, n, slow) if i % 2 else writing(prompt, n))
         if i % 4 == 3:
-            requests[-1].drafter = HalfRight(2)
+            requests[-1].drafter = nearly_right(2)
         engine.submit(requests[-1])
         if i % 5 == 4:
             engine.cancel(requests[int(rng.integers(len(requests)))])
@@ -198,7 +185,7 @@ def test_a_request_whose_tokens_are_being_chosen_keeps_its_pages() -> None:
     engine, _ = fake_engine(64, parallel=1, max_tokens=16)
     grammar = SlowGrammar()
     slow = held([1, 2], 30, grammar)
-    slow.drafter = HalfRight(2)
+    slow.drafter = nearly_right(2)
     results(slow).on_token = lambda id_: grammar.may_answer.clear() if len(results(slow).ids) == 5 else None
     engine.submit(slow)
     assert eventually(lambda: not grammar.may_answer.is_set() and slow.is_choosing)

@@ -40,8 +40,6 @@ class Numbers:
 
 
 class Models:
-    """A fake engine and its streams."""
-
     def __init__(self) -> None:
         self.engine, self.step = fake_engine(CONTEXT, parallel=4, max_tokens=16)
 
@@ -199,17 +197,6 @@ def test_cancelling_a_prompt_stops_between_its_chunks(models: Models) -> None:
     assert (last.finish_reason, last.text) == ("cancelled", ".")
     assert done == [0, 16, 32]
     assert models.stream([5] * 50, 1).read().usage.cached_tokens == 32
-
-
-def test_a_timeout(models: Models) -> None:
-    go_on = models.hold(n_batches=3)
-    stream = models.stream([1], timeout_s=0.05)
-    written = [next(stream)]
-    threading.Event().wait(0.06)
-    go_on.set()
-    written += list(stream)
-    assert written[-1].finish_reason == stream.finish_reason == "timeout"
-    assert ids_of(written) == greedy_after([1], len(written) - 1)
 
 
 def close(stream: Stream) -> None:

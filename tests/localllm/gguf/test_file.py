@@ -26,6 +26,7 @@ from tests.helpers.gguf_writer import (
     RawTensor,
     Typed,
     array,
+    finish,
     key,
     string,
     u32,
@@ -417,10 +418,7 @@ def write_split(folder: Path, name: str = "model") -> tuple[list[Path], dict[str
     writer.add_string("general.name", "in parts")
     for tensor_name, tensor in tensors.items():
         writer.add_tensor(tensor_name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return [folder / f"{name}-{i:05d}-of-00003.gguf" for i in (1, 2, 3)], tensors
 
 

@@ -275,8 +275,6 @@ def test_a_disk_that_fills_leaves_nothing(tmp_path: Path) -> None:
 
 
 class Full:
-    """A file on a full disk."""
-
     def __init__(self, file: Any) -> None:
         self.close = file.close
 

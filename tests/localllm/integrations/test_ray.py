@@ -187,7 +187,6 @@ def rows(tmp_path: Path) -> Path:
 
 
 def alone(rows: Path) -> dict[int, str]:
-    """Generate on one machine."""
     with localllm.load(**SLOW) as llm:
         prompts = [f"Once upon a time there were {id_} dogs" for id_ in range(24)]
         return dict(enumerate(each.text for each in llm.generate_many(prompts, max_tokens=12, temperature=0)))

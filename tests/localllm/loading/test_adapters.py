@@ -17,6 +17,7 @@ from localllm import ModelError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.loading.adapters import merge, read_adapter
 from tests.helpers.checkpoints import write_safetensors
+from tests.helpers.gguf_writer import finish
 from tests.helpers.tiny_models import CONFIG, config, interleave_pairs, random_weights, tiny_gguf
 
 Array = NDArray[np.float32]
@@ -73,10 +74,7 @@ def write_gguf(path: Path, seed: int, rank: int = 4, alpha: float = 8, architect
             b = interleave_pairs(b, {"attn_q": 4, "attn_k": 2}[ours])
         writer.add_tensor(f"blk.{i}.{ours}.weight.lora_a", a)
         writer.add_tensor(f"blk.{i}.{ours}.weight.lora_b", np.ascontiguousarray(b))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -56,7 +56,6 @@ def plan(host: Room, gpus: Sequence[Room] = (), *, tied: bool = False, **options
 
 
 def counts_of(ranges: Sequence[LayerRange], devices: Sequence[Room]) -> list[int]:
-    """Return the number of layers per device."""
     return [sum(len(each.layers) for each in ranges if each.device == device.name) for device in devices]
 
 

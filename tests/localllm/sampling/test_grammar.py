@@ -16,8 +16,6 @@ from llguidance import LLTokenizer
 
 import localllm
 from localllm import LLM, GrammarError, Sampling, UsageError
-from localllm.catalog.listing import demo_model
-from localllm.compat import Llama
 from localllm.engine.drafting.cost import StepCost
 from localllm.sampling import grammar as grammar_module
 from localllm.sampling import make_sampler
@@ -368,16 +366,6 @@ def test_other_settings_hold_beside_a_grammar(llm: LLM) -> None:
     assert done.logprobs[0].logprob is not None
     with pytest.raises(UsageError, match=r"after logit_bias, .* and grammar the logits are -inf for every token"):
         llm.generate("Once", regex="x", logit_bias=dict.fromkeys(range(llm.info.n_vocab), -np.inf))
-
-
-def test_llama_cpp_pythons_way_to_ask_for_json() -> None:
-    demo = demo_model()
-    assert demo is not None
-    llama = Llama(str(demo.path), verbose=False, n_ctx=256)
-    asked = {"type": "json_object", "schema": PERSON}
-    done = llama.create_chat_completion([{"role": "user", "content": "Who?"}], response_format=asked)
-    llama.close()
-    assert valid(done["choices"][0]["message"]["content"])
 
 
 # -- On the command line -------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ collect_ignore_glob = [] if all(map(find_spec, ("starlette", "uvicorn", "msgspec
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:
-    """A server with the demo model."""
     from tests.helpers.http_server import demo, serving
 
     with serving(demo()) as started:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,13 +54,6 @@ def test_a_message(client: Any) -> None:
     assert again.usage.cache_read_input_tokens == reply.usage.input_tokens + reply.usage.cache_read_input_tokens - 1
 
 
-def test_a_stream_has_the_same_text(client: Any) -> None:
-    whole = client.messages.create(model="demo", max_tokens=12, messages=HELLO, **GREEDY)
-    with client.messages.stream(model="demo", max_tokens=12, messages=HELLO, **GREEDY) as stream:
-        assert "".join(stream.text_stream) == whole.content[0].text
-        assert stream.get_final_message().stop_reason == "max_tokens"
-
-
 def test_a_stop_sequence_is_named(client: Any) -> None:
     text = client.messages.create(model="demo", max_tokens=20, messages=HELLO, **GREEDY).content[0].text
     reply = client.messages.create(
@@ -69,21 +61,6 @@ def test_a_stop_sequence_is_named(client: Any) -> None:
     )
     assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", text[5:9])
     assert reply.content[0].text == text[:5]
-
-
-def test_a_reply_goes_on_from_its_beginning(client: Any) -> None:
-    text = client.messages.create(model="demo", max_tokens=20, messages=HELLO, **GREEDY).content[0].text
-    begun = [*HELLO, {"role": "assistant", "content": text[:6]}]
-    reply = client.messages.create(model="demo", max_tokens=20, messages=begun, **GREEDY)
-    assert (text[:6] + reply.content[0].text).startswith(text)
-
-
-def test_output_follows_a_schema(client: Any) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
-    schema["additionalProperties"] = False
-    config = {"format": {"type": "json_schema", "schema": schema}}
-    reply = client.messages.create(model="demo", max_tokens=50, messages=HELLO, output_config=config)
-    assert json.loads(reply.content[0].text)["a"] in (1, 2)
 
 
 def test_count_of_tokens(client: Any) -> None:

@@ -605,26 +605,6 @@ def test_an_answer_that_is_closed_before_it_is_read_begins_nothing() -> None:
     assert asyncio.run(closed()) == []
 
 
-def test_the_same_seed_gives_the_same_text_in_any_company(server: Serving) -> None:
-    def ask(seed: int) -> str:
-        body = {"messages": HELLO, "seed": seed, "temperature": 1.3, "max_tokens": 20}
-        text: str = httpx.post(server.url + CHAT, json=body, timeout=60).json()["choices"][0]["message"]["content"]
-        return text
-
-    alone = [ask(seed) for seed in range(8)]
-    together = [""] * 8
-
-    def work(seed: int) -> None:
-        together[seed] = ask(seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == alone
-
-
 def test_a_full_queue_says_when_to_come_again() -> None:
     with serving(scripted("word " * 900, max_waiting=1, parallel=1)) as server:
         connections = [connect(server) for _ in range(12)]
@@ -637,8 +617,7 @@ def test_a_full_queue_says_when_to_come_again() -> None:
                 statuses.append(int(head.split()[1]))
                 if statuses[-1] == 429:
                     assert b"retry-after" in head.lower()
-            assert 200 in statuses
-            assert set(statuses) <= {200, 429}
+            assert set(statuses) == {200, 429}
         finally:
             for connection in connections:
                 connection.close()
@@ -700,12 +679,6 @@ def test_a_client_that_goes_before_its_request_is_whole(server: Serving, capfd: 
         connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     assert status(server, "POST", "/tokenize", json={"content": "a"}) == 200
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_a_timeout_ends_a_text_where_it_is(endless: Serving) -> None:
-    reply = httpx.post(endless.url + CHAT, json={"messages": HELLO, "timeout": 0.001}, timeout=60).json()
-    assert reply["choices"][0]["finish_reason"] == "length"
-    assert reply["usage"]["completion_tokens"] < 900
 
 
 @pytest.mark.parametrize("ping", [b": wait\n\n", b""])

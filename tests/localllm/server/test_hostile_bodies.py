@@ -206,7 +206,7 @@ def test_data_urls_of_many_signs_are_read_or_refused_soon() -> None:
     assert time.monotonic() - began < LIMIT
 
 
-def test_pictures_by_address_are_found_in_a_thread_that_can_be_stopped() -> None:
+def test_images_by_address_are_found_in_a_thread_that_can_be_stopped() -> None:
     from localllm.server.image_urls import image_addresses
 
     body: Any = {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "https://example.org/a"}}]}]}

@@ -30,22 +30,6 @@ def post(server: Serving, path: str, **body: Any) -> Any:
     return response.json()
 
 
-def test_completion_whole_and_streamed(server: Serving) -> None:
-    body = {"prompt": "Once upon a time", "n_predict": 8, "temperature": 0, "n_probs": 2}
-    whole = post(server, "/completion", **body)
-    assert (whole["tokens_predicted"], whole["stop_type"]) == (8, "limit")
-    rows = whole["completion_probabilities"]
-    assert "".join(row["token"] for row in rows) == whole["content"]
-    assert [len(row["top_logprobs"]) for row in rows] == [2] * 8
-    with httpx.stream("POST", server.url + "/completion", json={**body, "stream": True}, timeout=60) as response:
-        events = [json.loads(line[6:]) for line in response.iter_lines() if line]
-    assert [row for event in events[:-1] for row in event.get("completion_probabilities", ())] == rows
-    text = "".join(event["content"] for event in events)
-    assert text == whole["content"]
-    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
-    assert events[-1]["timings"]["predicted_n"] == 8
-
-
 def test_tokens_and_templates(server: Serving) -> None:
     ids = post(server, "/tokenize", content="Once upon")["tokens"]
     assert post(server, "/detokenize", tokens=ids)["content"] == "Once upon"

@@ -30,8 +30,6 @@ class FakeLLM:
 
 
 class Memory:
-    """Memory for ``n`` models."""
-
     def __init__(self, room: int) -> None:
         self.room = room
         self.loaded: list[FakeLLM] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,21 +22,6 @@ def client(server: Serving) -> Iterator[Any]:
         yield made
 
 
-def weather(place: str) -> str:
-    """The weather.
-
-    Args:
-        place: a city.
-    """
-    return place
-
-
-def script(prompt: str) -> str:
-    if "think" in prompt:
-        return "Hm.</think>Yes."
-    return '<tool_call>{"name": "weather", "arguments": {"place": "Rome"}}</tool_call>'
-
-
 def test_chat_whole_and_streamed(client: Any) -> None:
     whole = client.chat(model="demo", messages=HELLO, options=GREEDY)
     assert whole.done_reason == "length"
@@ -54,15 +38,6 @@ def test_generate_with_the_template_and_raw(client: Any, server: Serving) -> Non
     assert asked.response == llm.chat(HELLO, max_tokens=12, temperature=0).text
     raw = client.generate(model="demo", prompt="Once upon", raw=True, options=GREEDY)
     assert raw.response == llm.generate("Once upon", max_tokens=12, temperature=0).text
-
-
-def test_tools_and_thinking() -> None:
-    with serving(scripted(script)) as server, ollama.Client(host=server.url) as client:
-        reply = client.chat(model="demo", messages=HELLO, tools=[weather])
-        (call,) = reply.message.tool_calls
-        assert (call.function.name, call.function.arguments) == ("weather", {"place": "Rome"})
-        thought = client.chat(model="demo", messages=[{"role": "user", "content": "think"}], think=True)
-        assert (thought.message.thinking, thought.message.content) == ("Hm.", "Yes.")
 
 
 def test_what_there_is(client: Any) -> None:
@@ -128,11 +103,3 @@ def test_a_reply_gives_the_context_for_the_next_one(client: Any, server: Serving
     llm = server.llm
     assert second.context[: len(first.context)] == first.context
     assert llm.detokenize(second.context).endswith(second.response)
-
-
-def test_a_format_is_kept_to(client: Any) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
-    schema["additionalProperties"] = False
-    reply = client.chat(model="demo", messages=HELLO, format=schema)
-    assert json.loads(reply.message.content)["a"] in (1, 2)
-    assert json.loads(client.generate(model="demo", prompt="Hi", format=schema).response)["a"] in (1, 2)

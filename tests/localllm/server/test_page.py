@@ -401,7 +401,7 @@ def takes(page: Any, *modalities: str) -> list[dict[str, Any]]:
     return bodies
 
 
-def test_pictures_come_by_file_paste_and_drop_where_the_model_sees(page: Any) -> None:
+def test_images_come_by_file_paste_and_drop_where_the_model_sees(page: Any) -> None:
     photo = io.BytesIO()
     Image.new("RGB", (30, 20)).save(photo, "JPEG")
     file = {"name": "file.jpg", "mimeType": "image/jpeg", "buffer": photo.getvalue()}
@@ -452,7 +452,7 @@ def sound_of(part: dict[str, Any]) -> tuple[int, int, float]:
         return read.getnchannels(), read.getframerate(), read.getnframes() / read.getframerate()
 
 
-def test_sounds_come_by_file_drop_and_microphone_where_the_model_hears(page: Any) -> None:
+def test_audio_comes_by_file_drop_and_microphone_where_the_model_hears(page: Any) -> None:
     small = wav(0.5)
     file = {"name": "talk.wav", "mimeType": "audio/wav", "buffer": small}
     ask(page, "Hi", 1)

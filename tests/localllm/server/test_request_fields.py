@@ -110,7 +110,7 @@ def test_settings_of_a_generation_are_told(server: Serving) -> None:
     assert (settings["n_predict"], settings["top_k"], settings["temperature"], settings["min_p"]) == (2, 7, 0, 0.05)
 
 
-def test_pictures_are_refused_where_a_model_reads_text(server: Serving) -> None:
+def test_images_are_refused_where_a_model_reads_text(server: Serving) -> None:
     prompt = {"prompt_string": "<__media__>", "multimodal_data": ["aGk="]}
     answer = httpx.post(server.url + "/completion", json={"prompt": prompt}, timeout=60)
     assert answer.status_code == 400

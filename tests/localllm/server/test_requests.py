@@ -17,7 +17,7 @@ from localllm.chat.conversation import Message
 from localllm.cli.defaults import chat_template
 from localllm.cli.parser import parser_of
 from localllm.errors import UsageError
-from localllm.server import ollama, openai
+from localllm.server import openai
 from localllm.server.bodies import tolerant
 from localllm.server.http import LONG_REQUEST, HTTPError, event, json_bytes
 from localllm.server.ollama import _seconds
@@ -138,16 +138,6 @@ def test_an_answer_is_one_line_however_lines_are_told() -> None:
 )
 def test_durations_of_ollama(words: str, seconds: float) -> None:
     assert _seconds(words) == pytest.approx(seconds)
-
-
-def test_levels_of_thinking_mean_in_ollama_what_they_mean_elsewhere() -> None:
-    for given, variables in (
-        ("none", {"reasoning_effort": "none", "enable_thinking": False}),
-        ("high", {"reasoning_effort": "high", "enable_thinking": True}),
-        (False, {"enable_thinking": False}),
-        (None, {}),
-    ):
-        assert ollama._job(ollama.OllamaRequest(think=given)).variables == variables
 
 
 def test_a_format_that_openais_apis_do_not_have_is_refused(server: Serving) -> None:
@@ -322,12 +312,6 @@ def test_what_is_told_to_clients_of_ollama_and_to_prometheus(server: Serving) ->
     for name in ("prompt_tokens_seconds", "predicted_tokens_seconds", "prompt_seconds_total"):
         (line,) = (line for line in text.splitlines() if line.startswith(f"llamacpp:{name} "))
         assert float(line.split()[-1]) > 0
-
-
-def test_a_prompt_that_is_too_long_is_told_of_the_flag(server: Serving) -> None:
-    answer = post(server, "/v1/completions", {"prompt": "word " * 3000, "max_tokens": 1})
-    assert answer.status_code == 400
-    assert "larger -c" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,6 @@ def server() -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def ask() -> Iterator[Callable[..., bytes]]:
-    """Return the body of the answer to a request."""
     app = App(Models({"demo": "demo"}, load))
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app.asgi), base_url="http://127.0.0.1")
 
@@ -239,7 +238,9 @@ def openai_chat(post: Any, case: int, stream: bool) -> Read:
     body = body_of(case, logprobs=True, top_logprobs=1, stream=stream, **options)
     answer = post("/v1/chat/completions", stream_options={"include_usage": True}, **body)
     read = Read()
-    for each in events(answer) if stream else [json.loads(answer)]:
+    told = events(answer) if stream else [json.loads(answer)]
+    assert len({each["id"] for each in told}) == 1
+    for each in told:
         for choice in each["choices"]:
             openai_message(choice["delta"] if stream else choice["message"], read)
             read.reason = choice["finish_reason"] or read.reason

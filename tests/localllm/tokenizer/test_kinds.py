@@ -1,13 +1,8 @@
-"""BPE of plain characters (Gemma 4), Unigram (T5) and WordPiece (BERT), compared with their original libraries.
-
-If LLAMA_CPP is the folder of llama.cpp's source, all its vocabularies are checked with its test vectors.
-"""
+"""BPE of plain characters (Gemma 4), Unigram (T5) and WordPiece (BERT), compared with their original libraries."""
 
 from __future__ import annotations
 
 import io
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,25 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import TokenizerError
-from localllm.gguf import GGUFFile
 from localllm.tokenizer import Tokenizer
 from tests.helpers.checkpoints import bytes_field
 from tests.helpers.vocabularies import BYTE, CONTROL, NORMAL, UNKNOWN, FakeFile, tokenizer_keys
 from tests.localllm.tokenizer.test_tokenizer import CORPUS, any_text, wordy_text
-
-VECTORS = sorted(Path(os.environ.get("LLAMA_CPP", "/nowhere"), "models").glob("ggml-vocab-*.inp"))
-
-
-@pytest.mark.skipif(not VECTORS, reason="LLAMA_CPP is not the folder of llama.cpp's source")
-@pytest.mark.parametrize("path", VECTORS, ids=lambda path: path.name)
-def test_agrees_with_all_vectors_of_llama_cpp(path: Path) -> None:
-    with GGUFFile.open(path.with_suffix("")) as file:
-        tokenizer = Tokenizer.from_gguf(file)
-    texts = path.read_bytes().decode().split("\n__ggml_vocab_test__\n")
-    lines = path.with_suffix(".out").read_text().split("\n")
-    assert len(texts) > 45
-    for text, line in zip(texts, lines, strict=False):
-        assert tokenizer.encode(text, add_special=False) == [int(id_) for id_ in line.split()], repr(text)
 
 
 def tiny(tokens: list[str], types: list[int], **keys: Any) -> Tokenizer:

@@ -37,7 +37,6 @@ N_TEXTS = 300
 
 
 def vocabularies() -> dict[str, Path]:
-    """Return the available files by name."""
     folders = [ROOT.parent / "shared" / "data" / "vocab", Path(os.environ.get("LLAMA_CPP", "/nowhere"), "models")]
     files = [path for folder in folders for path in sorted(folder.glob("ggml-vocab-*.gguf"))]
     found = {path.stem.removeprefix("ggml-vocab-"): path for path in reversed(files)}

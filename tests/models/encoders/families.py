@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -90,7 +90,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForConditionalGeneration",
         "Gemma3Config",
         {
-            "text_config": TEXT | {"query_pre_attn_scalar": 12},
+            "text_config": TEXT | {"query_pre_attn_scalar": 12, "sliding_window": 3},
             "vision_config": siglip("siglip_vision_model", image_size=56, patch_size=14, vision_use_head=False),
             "mm_tokens_per_image": 4,
         },
@@ -112,19 +112,6 @@ FAMILIES: dict[str, Family] = {
         ("pixel_values", "image_position_ids"),
         (*SIZES[:2], (1, 700)),
     ),
-    "gemma4uv": Family(
-        "Gemma4UnifiedForConditionalGeneration",
-        "Gemma4UnifiedConfig",
-        {
-            "text_config": GEMMA_4,
-            "vision_config": {"mm_embed_dim": 48, "output_proj_dims": 48, "mm_posemb_size": 128},
-            "audio_config": None,
-        },
-        ("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil"),
-        {"max_soft_tokens": 70},
-        ("pixel_values", "image_position_ids"),
-        (*SIZES[:2], (1, 700)),
-    ),
     "glm4v": Family(
         "Glm4vForConditionalGeneration",
         "Glm4vConfig",
@@ -133,30 +120,6 @@ FAMILIES: dict[str, Family] = {
             "vision_config": GLM_VISION,
         },
         ("glm4v.image_processing_pil_glm4v", "Glm4vImageProcessorPil"),
-        {"size": {"shortest_edge": 12544, "longest_edge": 32 * 28 * 28}},
-        ("pixel_values", "image_grid_thw"),
-    ),
-    "glm4v moe": Family(
-        "Glm4vMoeForConditionalGeneration",
-        "Glm4vMoeConfig",
-        {
-            "text_config": TEXT
-            | GLM_MROPE
-            | {"num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-            "vision_config": GLM_VISION,
-        },
-        ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil"),
-        {"size": {"shortest_edge": 12544, "longest_edge": 32 * 28 * 28}},
-        ("pixel_values", "image_grid_thw"),
-    ),
-    "glm4v ocr": Family(
-        "GlmOcrForConditionalGeneration",
-        "GlmOcrConfig",
-        {
-            "text_config": TEXT | GLM_MROPE,
-            "vision_config": GLM_VISION,
-        },
-        ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil"),
         {"size": {"shortest_edge": 12544, "longest_edge": 32 * 28 * 28}},
         ("pixel_values", "image_grid_thw"),
     ),
@@ -199,24 +162,6 @@ FAMILIES: dict[str, Family] = {
             "text_config": {"model_type": "qwen2", **TEXT},
             "vision_config": siglip(
                 "internvl_vision", image_size=[56, 56], patch_size=[14, 14], layer_scale_init_value=0.7
-            ),
-            "image_seq_length": 4,
-        },
-        ("got_ocr2.image_processing_pil_got_ocr2", "GotOcr2ImageProcessorPil"),
-        {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12},
-    ),
-    "internvl 6B": Family(
-        "InternVLForConditionalGeneration",
-        "InternVLConfig",
-        {
-            "text_config": {"model_type": "qwen2", **TEXT},
-            "vision_config": siglip(
-                "internvl_vision",
-                image_size=[56, 56],
-                patch_size=[14, 14],
-                layer_scale_init_value=0.7,
-                norm_type="rms_norm",
-                use_qk_norm=True,
             ),
             "image_seq_length": 4,
         },
@@ -266,19 +211,6 @@ FAMILIES: dict[str, Family] = {
         {"scale_resolution": 84, "max_slice_nums": 4},
         ("pixel_values", "target_sizes"),
     ),
-    "resampler 2.5": Family(
-        "MiniCPMV",
-        "MiniCPMVConfig",
-        {
-            "text_config": TEXT | {"hidden_size": 128},
-            "vision_config": SIGLIP | {"image_size": 140, "patch_size": 14},
-            "query_num": 3,
-            "drop_vision_last_layer": True,
-        },
-        ("minicpmv", "MiniCPMVProcessor"),
-        {"scale_resolution": 70, "max_slice_nums": 9},
-        ("pixel_values", "target_sizes"),
-    ),
     "llama4": Family(
         "Llama4ForConditionalGeneration",
         "Llama4Config",
@@ -304,18 +236,6 @@ FAMILIES: dict[str, Family] = {
         {"scale_resolution": 112, "max_slice_nums": 4},
         ("pixel_values", "target_sizes"),
     ),
-    "minicpmv4_6 4x": Family(
-        "MiniCPMV4_6ForConditionalGeneration",
-        "MiniCPMV4_6Config",
-        {
-            "text_config": QWEN_35,
-            "vision_config": SIGLIP | {"image_size": 112, "patch_size": 14, "num_hidden_layers": 3},
-            "downsample_mode": "4x",
-        },
-        ("minicpmv4_6.image_processing_pil_minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
-        {"scale_resolution": 84, "downsample_mode": "4x"},
-        ("pixel_values", "target_sizes"),
-    ),
     "mlp": Family(
         "LlavaForConditionalGeneration",
         "LlavaConfig",
@@ -326,18 +246,6 @@ FAMILIES: dict[str, Family] = {
         },
         ("llava.image_processing_pil_llava", "LlavaImageProcessorPil"),
         {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}},
-    ),
-    "mlp padded": Family(
-        "LlavaForConditionalGeneration",
-        "LlavaConfig",
-        {
-            "text_config": {"model_type": "llama", **TEXT},
-            "vision_config": siglip("clip_vision_model", image_size=56, patch_size=14, hidden_act="gelu"),
-            "vision_feature_layer": -1,
-            "image_seq_length": 16,
-        },
-        ("llava.image_processing_pil_llava", "LlavaImageProcessorPil"),
-        {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}, "do_pad": True},
     ),
     "mlp 1.6": Family(
         "LlavaNextForConditionalGeneration",
@@ -433,6 +341,64 @@ FAMILIES: dict[str, Family] = {
             "image_std": [0.5] * 3,
         },
         ("pixel_values", "image_grid_thw"),
+    ),
+}
+
+
+def like(name: str, settings: dict[str, Any], **changes: Any) -> Family:
+    """Return another family with some changes."""
+    return replace(FAMILIES[name], settings=FAMILIES[name].settings | settings, **changes)
+
+
+GLM_46V = ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil")
+INTERN_VISION = FAMILIES["internvl"].settings["vision_config"]
+FAMILIES |= {
+    "gemma4uv": like(
+        "gemma4v",
+        {
+            "text_config": GEMMA_4,
+            "vision_config": {"mm_embed_dim": 48, "output_proj_dims": 48, "mm_posemb_size": 128},
+        },
+        model="Gemma4UnifiedForConditionalGeneration",
+        config="Gemma4UnifiedConfig",
+    ),
+    "glm4v moe": like(
+        "glm4v",
+        {
+            "text_config": (TEXT | GLM_MROPE | {"num_hidden_layers": 2, "n_routed_experts": 4})
+            | {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        },
+        model="Glm4vMoeForConditionalGeneration",
+        config="Glm4vMoeConfig",
+        processor=GLM_46V,
+    ),
+    "glm4v ocr": like("glm4v", {}, model="GlmOcrForConditionalGeneration", config="GlmOcrConfig", processor=GLM_46V),
+    "internvl 6B": like(
+        "internvl", {"vision_config": INTERN_VISION | {"norm_type": "rms_norm", "use_qk_norm": True}}
+    ),
+    "minicpmv4_6 4x": like(
+        "minicpmv4_6",
+        {"downsample_mode": "4x"},
+        options={"scale_resolution": 84, "downsample_mode": "4x"},
+    ),
+    "mlp padded": like(
+        "mlp",
+        {
+            "vision_config": siglip("clip_vision_model", image_size=56, patch_size=14, hidden_act="gelu"),
+            "vision_feature_layer": -1,
+        },
+        options=FAMILIES["mlp"].options | {"do_pad": True},
+    ),
+    "resampler 2.5": like(
+        "resampler",
+        {
+            "text_config": TEXT | {"hidden_size": 128},
+            "vision_config": SIGLIP | {"image_size": 140, "patch_size": 14},
+            "query_num": 3,
+            "drop_vision_last_layer": True,
+            "version": None,
+        },
+        options={"scale_resolution": 70, "max_slice_nums": 9},
     ),
 }
 

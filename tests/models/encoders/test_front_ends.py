@@ -151,7 +151,7 @@ def test_the_python_of_the_documentation(llm: LLM, files: Path, monkeypatch: pyt
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-def test_the_chat_draws_pictures_in_a_terminal(files: Path, tmp_path: Path) -> None:
+def test_the_chat_draws_images_in_a_terminal(files: Path, tmp_path: Path) -> None:
     picture(75, 130).save(tmp_path / "cat.jpg")
     picture(64, 64).save(tmp_path / "dog.png")
     terminal = Terminal(tmp_path)
@@ -173,7 +173,7 @@ def test_the_chat_draws_pictures_in_a_terminal(files: Path, tmp_path: Path) -> N
 # -- The server ----------------------------------------------------------------------------------------------------
 
 
-def test_official_clients_send_pictures(server: Serving) -> None:
+def test_official_clients_send_images(server: Serving) -> None:
     openai, anthropic, ollama = map(pytest.importorskip, ("openai", "anthropic", "ollama"))
     one, data = picture(75, 130), text_of(data_of(picture(75, 130)))
     before = server.llm.counts.encoded
@@ -328,7 +328,7 @@ def test_any_error_of_a_decoder_is_reported_in_a_sentence(llm: LLM, monkeypatch:
         llm.tokenize_chat(messages(data))
 
 
-def test_odd_pictures_are_seen(llm: LLM) -> None:
+def test_odd_images_are_seen(llm: LLM) -> None:
     """Return data URLs with a false type, of several modes, one pixel, a line, and an animation."""
     base = picture(30, 20)
     modes = [data_of(base.convert(mode), "TIFF") for mode in ("1", "L", "P", "CMYK", "RGBA")]
@@ -342,7 +342,7 @@ def test_odd_pictures_are_seen(llm: LLM) -> None:
         llm.tokenize_chat(messages(gif))
 
 
-def test_many_and_large_pictures_are_refused_within_bounds(llm: LLM, server: Serving) -> None:
+def test_many_and_large_images_are_refused_within_bounds(llm: LLM, server: Serving) -> None:
     small = data_of(picture(8, 8))
     with pytest.raises(ContextLengthError):
         llm.chat(messages(*[small] * 1000), **GREEDY)
@@ -356,7 +356,7 @@ def test_many_and_large_pictures_are_refused_within_bounds(llm: LLM, server: Ser
         llm.tokenize_chat(messages(bomb))
 
 
-def test_pictures_of_a_long_prompt_do_not_all_hold_their_pixels(
+def test_images_of_a_long_prompt_do_not_all_hold_their_pixels(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = [picture(21 + i, 33) for i in range(4)]
@@ -390,7 +390,7 @@ def test_pictures_of_a_long_prompt_do_not_all_hold_their_pixels(
     assert llm.chat(messages(*images[:-1], images[0], images[-1]), **GREEDY).ids == expected
 
 
-def test_models_and_templates_without_a_place_for_pictures_refuse(files: Path) -> None:
+def test_models_and_templates_without_a_place_for_images_refuse(files: Path) -> None:
     blind = localllm.load(files / "model.gguf", device="reference", context=64, mmproj=False)
     with blind, pytest.raises(LocalLLMError, match="was loaded without an encoder of images"):
         blind.chat(messages(picture(8, 8)))
@@ -417,7 +417,7 @@ def ten_turns(reply: Callable[[list[Any]], str]) -> list[list[Any]]:
     return [edited, [*chat[:6], *messages("a branch", IMAGES[2], IMAGES[0])], chat[:-1]]
 
 
-def test_ten_turns_an_edit_a_branch_and_a_restart_encode_each_picture_once(
+def test_ten_turns_an_edit_a_branch_and_a_restart_encode_each_image_once(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load: Any = {"device": "cpu", "threads": 1, "context": 512}

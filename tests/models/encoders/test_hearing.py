@@ -53,8 +53,6 @@ def mel_of_whisper(samples: Samples, n_mels: int, **options: Any) -> Any:
 
 
 class Voxtral:
-    """transformers' model."""
-
     #: Seconds of audio: less than one chunk, and several chunks with an incomplete last one.
     seconds = (0.31, 1.9)
 
@@ -134,8 +132,6 @@ class Ultravox:
 
 
 class Qwen3ASR:
-    """transformers' model."""
-
     #: Less than half a second, and more than the eight that a row attends to.
     seconds = (0.2, 9.43)
 

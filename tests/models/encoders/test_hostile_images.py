@@ -156,7 +156,7 @@ def by_chat(llm: LLM) -> Ask:
 
 @pytest.mark.timeout(600 + 5 * N_FILES)
 @pytest.mark.filterwarnings("ignore:.*is an animation")
-def test_every_front_end_sees_or_refuses_damaged_pictures(
+def test_every_front_end_sees_or_refuses_damaged_images(
     llm: LLM, server: Serving, compat: Llama, files: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     limits = {"max_tokens": 2, "temperature": 0, "ignore_eos": True, "model": "demo"}

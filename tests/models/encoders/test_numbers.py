@@ -33,8 +33,6 @@ FLOATS = (0.0, -1.0, 1.0, 65_535.0, 1e30, 1e-30, math.nan, math.inf, -math.inf)
 
 @pytest.fixture(scope="module")
 def file_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The mmproj files of families."""
-
     @cache
     def make(name: str) -> Path:
         folder = tmp_path_factory.mktemp("family")
@@ -58,7 +56,6 @@ def mutations(metadata: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def result_of(work: Generator[None, None, T]) -> T:
-    """Return the value of a generator."""
     while True:
         try:
             next(work)

@@ -161,7 +161,7 @@ TONE = (0.5 * np.sin(2 * np.pi * 440 * np.arange(RATE // 4) / RATE)).astype(np.f
 
 @pytest.mark.parametrize("kind", ["WAV", "WAVEX", "RF64"])
 @pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"])
-def test_sounds_of_odd_sample_formats(kind: str, subtype: str) -> None:
+def test_audio_of_odd_sample_formats(kind: str, subtype: str) -> None:
     soundfile = pytest.importorskip("soundfile")
     file = io.BytesIO()
     soundfile.write(file, TONE, RATE, format=kind, subtype=subtype)

@@ -96,7 +96,6 @@ def forward(model: Any, name: str, ids: list[int], images: list[Any]) -> NDArray
 
 
 def greedy(model: Any, name: str, ids: list[int], images: list[Any]) -> list[int]:
-    """Return the tokens that transformers generates."""
     written = list(ids)
     for _ in range(N):
         written.append(int(forward(model, name, written, images)[-1].argmax()))

@@ -152,7 +152,7 @@ def by_colour(encoder: MediaEncoder, prepared: Prepared, theirs: NDArray[np.floa
     return 2 * (own - np.float32(0.5)) if encoder.family == "gemma4v" else own
 
 
-def test_many_small_pictures_after_a_larger_one(made: Any) -> None:
+def test_many_small_images_after_a_larger_one(made: Any) -> None:
     """Each image needs one page of the cache; a larger image needed few pages for the same number of patches."""
     encoder, (host, *_) = MediaEncoder.open(made("pixtral")[2]), open_devices("cpu", threads=2)
     encoder.backend = host.backend
@@ -165,7 +165,7 @@ def test_many_small_pictures_after_a_larger_one(made: Any) -> None:
     host.close()
 
 
-def test_a_picture_too_large_for_memory_is_refused(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_too_large_for_memory_is_refused(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, (host, *_) = MediaEncoder.open(made("pixtral")[2]), open_devices("reference")
     encoder.backend = host.backend
     monkeypatch.setattr("localllm.loading.media_encoder.available_memory", lambda: 1000)
@@ -245,9 +245,7 @@ def test_other_names_of_llama_cpp_s_converters(
 
 @pytest.mark.parametrize("name", ["qwen2vl_merger", "qwen2.5vl_merger"])
 @pytest.mark.parametrize("size", [(3000, 4000), (3500, 4200), (9000, 500), (30, 40)])
-def test_qwen_2_takes_pictures_as_large_as_its_released_processor(
-    made: Any, name: str, size: tuple[int, int]
-) -> None:
+def test_qwen_2_takes_images_as_large_as_its_released_processor(made: Any, name: str, size: tuple[int, int]) -> None:
     """llama.cpp's converter writes no pixel limits.  preprocessor_config.json has 3136 and 12845056."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 

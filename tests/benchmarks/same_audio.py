@@ -1,7 +1,7 @@
 """Compare audio features with llama.cpp's mtmd on the same files, as `same_images` does for images.
 
-python -m tests.benchmarks.same_sounds             # the table of docs/audio.md: minutes
-python -m tests.benchmarks.same_sounds voxtral     # one family
+python -m tests.benchmarks.same_audio             # the table of docs/audio.md: minutes
+python -m tests.benchmarks.same_audio voxtral     # one family
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def compare(name: str, folder: Path) -> None:
 def main() -> None:
     names = sys.argv[1:] or list(hearing.FAMILIES)
     if len(names) > 1:
-        run_each("tests.benchmarks.same_sounds", names)
+        run_each("tests.benchmarks.same_audio", names)
         return
     with tempfile.TemporaryDirectory() as folder:
         compare(names[0], Path(folder))

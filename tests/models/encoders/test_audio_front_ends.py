@@ -89,12 +89,12 @@ def test_wav_files_without_a_length_are_read_to_their_end(length: int, tmp_path:
     assert (tmp_path / "a.wav").read_bytes() == data
 
 
-def test_errors_of_sounds_have_no_addresses_of_objects() -> None:
+def test_errors_of_audio_have_no_addresses_of_objects() -> None:
     with pytest.raises(UsageError, match=r"cannot be read \(Format not recognised\.\)"):
         open_audio(b"no sound")
 
 
-def test_bad_sounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_audio_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = file_of(np.zeros(0, np.float32))
     for source, words in (
         (tmp_path / "none.wav", "is not there: check the path"),
