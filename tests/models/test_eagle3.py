@@ -20,6 +20,7 @@ from localllm.engine.drafting.mtp import MTPDrafter
 from localllm.errors import ModelError, UnsupportedArchitectureError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.gguf.writer import read_back
+from localllm.loading import load
 from localllm.loading.load import LoadOptions, plan_file
 from localllm.quant.types import GGMLType
 from localllm.quantize import plan, run
@@ -247,6 +248,19 @@ def test_only_the_target_model_computes_extra_outputs(name: str, tmp_path: Path)
     with localllm.load(path, context=64, threads=1) as llm:
         assert with_it - names(llm.info.placement) == {"fc.weight"}
         assert in_engine(llm, lambda loop: loop.runner.hidden) is None
+
+
+def test_a_model_that_is_read_again_is_still_drafted_for(tmp_path: Path) -> None:
+    """A model with LongRoPE whose loaded context differs from the one in its file."""
+    path, drafts, _ = with_drafter(tmp_path)
+    options = LoadOptions(path, draft_model=drafts)
+    with GGUFFile.open(path) as file, GGUFFile.open(drafts) as draft:
+        source = load._read(file, options, "the model")
+        load._read_draft(draft, source, options)
+        n_nodes = len(source.model.graph.nodes)
+        graph = source.read_again(64).graph
+        assert len(graph.nodes) == n_nodes
+        assert graph.watched == {source.hidden}
 
 
 def test_the_file_is_as_llama_cpp_reads_it(tmp_path: Path) -> None:
