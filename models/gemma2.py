@@ -13,7 +13,7 @@ from localllm.models.hf_convert import GELU_TANH, add_one_to_norms, gemma_keys, 
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | hf_names.FOUR_NORMS
-HF_MEANT = {"hidden_activation": GELU_TANH, "hidden_act": ()}
+HF_MEANT = {"hidden_activation": GELU_TANH, "hidden_act": (), "sliding_window_size": ()}
 hf_tensor = add_one_to_norms
 
 

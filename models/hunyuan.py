@@ -19,7 +19,8 @@ HF_NAMES |= {
     "attn_k_norm": "self_attn.key_layernorm",
     "ffn_gate_inp": "mlp.gate.wg",
 }
-HF_MEANT = {"routed_scaling_factor": (False, 1.0), "num_shared_expert": ()}
+HF_MEANT = {"routed_scaling_factor": (False, 1.0), "num_shared_expert": (), "use_mla": (False,)}
+HF_MEANT |= {"norm_topk_prob": (True,), "skip_cls_token": (), "use_mixed_mlp_moe": ()}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
