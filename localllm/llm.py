@@ -1083,9 +1083,9 @@ class LLM:
         engine, tokenizer = self._opened(), self._tokenizer
         self._check_writes()
         sampling = checked.sampling
-        if checked.ignore_eos:
-            banned = dict.fromkeys(tokenizer.eog_ids, -math.inf)
-            sampling = sampling.replace(logit_bias={**sampling.logit_bias, **banned})
+        banned = tokenizer.suppressed_ids | (tokenizer.eog_ids if checked.ignore_eos else frozenset())
+        if banned:
+            sampling = sampling.replace(logit_bias={**sampling.logit_bias, **dict.fromkeys(banned, -math.inf)})
         decoder = StreamDecoder(tokenizer, checked.stop, continuation=continuation, splitter=splitter)
         if len(ids) > engine.context:
             truncated = checked.overflow == "truncate"

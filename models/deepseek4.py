@@ -78,6 +78,10 @@ def hf_keys(config: Any) -> dict[str, Any]:
     rates = config.get("compress_rates") or {}
     ratios = config.get("compress_ratios") or [rates.get(kind, _KINDS[kind]) for kind in config.layer_types]
     n_rot = config.get("qk_rope_head_dim") or int(config.head_dim * config.partial_rotary_factor)
+    written = (config.peek("rope_parameters") or {}).get("main") or {}
+    for part in (config.peek("partial_rotary_factor"), written.get("partial_rotary_factor")):
+        if part is not None and int(config.head_dim * part) != n_rot:
+            raise ModelError(f"config.json has partial_rotary_factor = {part}, but qk_rope_head_dim = {n_rot}")
     return routing_keys(config) | {
         "expert_gating_func": 4,
         "attention.q_lora_rank": config.q_lora_rank,

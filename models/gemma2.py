@@ -11,7 +11,7 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import GELU_TANH, add_one_to_norms, gemma_keys, periodic_windows
 from localllm.models.rope import make_rope
 
-HF_MEANT = {"hidden_activation": GELU_TANH, "hidden_act": ()}
+HF_MEANT = {"hidden_activation": GELU_TANH, "hidden_act": (), "sliding_window_size": ()}
 hf_tensor = add_one_to_norms
 
 

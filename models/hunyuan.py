@@ -12,7 +12,8 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import head_dim
 from localllm.models.rope import make_rope, stretched_base, with_axes
 
-HF_MEANT = {"routed_scaling_factor": (False, 1.0), "num_shared_expert": ()}
+HF_MEANT = {"routed_scaling_factor": (False, 1.0), "num_shared_expert": (), "use_mla": (False,)}
+HF_MEANT |= {"norm_topk_prob": (True,), "skip_cls_token": (), "use_mixed_mlp_moe": ()}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ hf_tensor = mamba_tensor
 
 def hf_keys(config: Any) -> dict[str, Any]:
     return plain_keys(config) | {
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
         "ssm.group_count": config.n_groups,
         "ssm.time_step_rank": config.num_heads,
         "ssm.inner_size": config.num_heads * config.head_dim,

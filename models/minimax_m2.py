@@ -19,6 +19,8 @@ def hf_keys(config: Any) -> dict[str, Any]:
     has_part = "partial_rotary_factor" in config.rope_parameters
     rotated = getattr(config, "rotary_dim", None) or part
     rotated = part if has_part and "rotary_dim" not in config else rotated
+    if not has_part and rotated != part and config.text_type.startswith("minimax_m3"):  # whose class ignores it
+        raise ModelError(f"config.json has rotary_dim = {rotated}, but no partial_rotary_factor: add it")
     if has_part and rotated != part:
         raise ModelError(f"config.json has rotary_dim = {rotated}, and a partial_rotary_factor by which it is {part}")
     return {

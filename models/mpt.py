@@ -37,6 +37,8 @@ def hf_keys(config: Any) -> dict[str, Any]:
         if (value := settings.get(name, usual[0])) not in usual:
             raise ModelError(f"config.json has attn_config.{name} = {quoted(value)}, which localllm does not convert")
     has_bias, bias = settings.get("alibi", True), settings.get("alibi_bias_max", 8)
+    if not has_bias and not any(name.endswith("wpe.weight") for name in config.tensors):
+        raise ModelError("config.json has attn_config.alibi = false, but the checkpoint has no positions")
     settings.get("qk_ln")  # the tensors contain the same information
     return dict.fromkeys(_ABSENT) | {
         "feed_forward_length": getattr(config, "expansion_ratio", 4) * config.hidden_size,

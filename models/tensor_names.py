@@ -32,6 +32,8 @@ _COMMON = {
     "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
     "pooler.dense": "cls",
 }
+#: Names of a norm's tensors, by their names in BERT's first checkpoints.
+_NORMS = {"gamma": "weight", "beta": "bias"}
 #: BERT's names of a classifier's layers, by RoBERTa's names.
 _CLASSIFIER = {"dense": "pooler.dense.", "out_proj": "classifier."}
 #: Suffixes of the limits of a matrix's input and output (Gemma 4).
@@ -94,6 +96,7 @@ def without_wrappers(name: str) -> str:
     """Return a tensor's name without the prefixes of models with images or with a task."""
     name = re.sub(r"(^|\.)(language_model|text_model|bert|roberta|llm)\.", r"\1", name)
     name = re.sub(r"^midlayer\.", "layers.0.", name)  # in some EAGLE-3 drafters
+    name = re.sub(r"(?<=LayerNorm\.)(gamma|beta)$", lambda norm: _NORMS[norm[1]], name)
     return re.sub(r"^classifier\.(dense|out_proj)\.", lambda head: _CLASSIFIER[head[1]], name)
 
 

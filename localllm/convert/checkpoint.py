@@ -137,11 +137,13 @@ class Checkpoint:
         files = read_folder(folder)
         self.paths = sorted({tensor.path for tensor in files.values()})  # safetensors files
         sources = config.tensors = find_sources(files, config)
+        _check_modules(folder)
         try:
             if config.num_hidden_layers > MAX_LAYERS:
                 raise ValueError(f"it has num_hidden_layers = {config.num_hidden_layers}")
             self.tensors = _Namer(self.architecture, conversion, config).tensors(sources)
             self.tensors |= (dense := _dense(folder))
+            _check_head(folder, config, values, self.tensors)
             keys = _model_keys(folder, config, conversion, self.tensors)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             raise ModelError(
@@ -200,7 +202,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{path_text(folder)} is a file: name the folder of a Hugging Face model "
             "(localllm quantize changes the type of a GGUF file)"
         )
-    values = read_json(folder / "config.json")
+    values: dict[str, Any] = read_json(folder / "config.json")
     if not values:
         raise ModelError(
             f"{path_text(folder)} has no config.json: name the folder of a Hugging Face model, with config.json, "
@@ -218,6 +220,23 @@ def _check_target(folder: Path, architecture: Architecture, target: ModelFile | 
         )
     if target is not None and not architecture.takes_target:
         raise UsageError(f"{path_text(folder)} is not an EAGLE-3 or DFlash drafter: leave --target out")
+
+
+def _check_head(
+    folder: Path, config: Config, values: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
+) -> None:
+    """Raise ModelError if a language model's head is missing that the configuration does not tie to the embedding."""
+    names = ("tie_word_embeddings", "tie_embedding", "share_input_output_layers")
+    ties = [ties for name in names for ties in (config.peek(name), values.get(name))]
+    is_tied = False not in ties or True in ties
+    classes = _texts(config.get("architectures"))
+    has_head = any(name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in classes)
+    is_embedding = (folder / "modules.json").exists() or (folder / "1_Pooling").exists()
+    if has_head and not (is_tied or is_embedding or config.target or "output.weight" in tensors):
+        raise ModelError(
+            f"{path_text(folder)} lacks lm_head.weight, and config.json has tie_word_embeddings = false: download it "
+            "again, or set tie_word_embeddings to true if the head is the embedding"
+        )
 
 
 def _model_keys(
@@ -278,6 +297,33 @@ def size_label(tensors: Mapping[str, CheckpointTensor]) -> str:
     n: float = sum(tensor.n_values for tensor in tensors.values())
     unit = next((unit for unit in "KMB" if (n := n / 1000) < 999.5), "T")
     return f"{n:.2g}{unit}" if n < 9.95 else f"{n:.0f}{unit}"
+
+
+#: Modules of sentence-transformers that a GGUF file describes; every program normalizes vectors.
+_MODULES = re.compile("Transformer( 1_Pooling)?( [1-3]_Dense)*( Normalize)?")
+
+
+def _check_modules(folder: Path) -> None:
+    """Raise ModelError for a module of sentence-transformers that the file would lose."""
+    modules = [module for module in read_json(folder / "modules.json", list) if isinstance(module, dict)]
+    kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
+    paths = [str(module.get("path")) for module in modules]
+    names = [kind if kind in ("Transformer", "Normalize") else path for kind, path in zip(kinds, paths, strict=True)]
+    if modules and not _MODULES.fullmatch(" ".join(names)):
+        raise ModelError(
+            f"{path_text(folder / 'modules.json')} has the modules {', '.join(names)}: GGUF files can only describe "
+            "a pooling in 1_Pooling, and linear layers in folders such as 2_Dense"
+        )
+    missing = [name for name in names if "_" in name and not (folder / name / "config.json").is_file()]
+    if missing:
+        raise ModelError(f"{path_text(folder)} lacks {missing[0]}/config.json: download it")
+    if read_json(folder / "sentence_bert_config.json").get("do_lower_case"):
+        normalizer = read_json(folder / "tokenizer.json").get("normalizer") or {}
+        if not normalizer.get("lowercase"):
+            raise ModelError(
+                "sentence_bert_config.json has do_lower_case, for which GGUF files of this tokenizer have no key: "
+                "remove it, and embed text in lower case"
+            )
 
 
 def _pooling(folder: Path, architecture: str) -> dict[str, Any]:

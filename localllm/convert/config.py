@@ -23,7 +23,7 @@ _COMMON_NAMES = """\
 num_hidden_layers n_layer n_layers num_layers num_transformer_layers
 hidden_size n_embd n_embed d_model model_dim
 num_attention_heads n_head n_heads num_heads
-max_position_embeddings n_positions max_seq_len model_max_length
+max_position_embeddings n_positions max_seq_len
 n_routed_experts num_experts num_local_experts moe_num_experts
 num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k top_k_experts experts_per_token
 n_shared_experts num_shared_experts moe_num_shared_experts
@@ -95,11 +95,13 @@ class Config(CheckpointSettings):
 
     def _rope(self) -> CheckpointSettings:
         """Return the rotation of all layers, or of full and of windowed layers, as transformers 5 writes it."""
-        given = super().get("rope_scaling")
-        other = super().get("rope_parameters")
-        if isinstance(other, CheckpointSettings):
-            other.skip_all()
-        given = other if given is None else given
+        given = None
+        for name in ("rope_parameters", "rope_scaling"):  # the second counts first
+            other = super().get(name)
+            given = other if other is not None and other != {} else given
+            if isinstance(other, CheckpointSettings):
+                other.skip_all()
+        given = self.defaults.get("rope_parameters") if given is None else given
         if not isinstance(given, CheckpointSettings | dict | None):
             raise ModelError(f"config.json has rope_scaling = {quoted(given)}, which must be an object")
         rope: dict[str, Any] = dict(given.raw() if isinstance(given, CheckpointSettings) else given or {})
@@ -261,7 +263,7 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
 #: Names in config.json by GGUF's; the first name with a value counts.
 _KEYS = {
     "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
+    "context_length": "model_max_length max_position_embeddings",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
@@ -363,6 +365,8 @@ def _window_keys(config: Config) -> dict[str, Any]:
         return {}
     config.skip(*_OF_LAYER_TYPES)
     window, pattern = config.get("sliding_window"), window_pattern(config)
+    if window == 0 and config.get("use_sliding_window", True):
+        raise ModelError("config.json has sliding_window = 0, a window without tokens: set it to null")
     if not window or not any(pattern) or window >= config.max_position_embeddings:
         return {}
     return {"attention.sliding_window": window, "attention.sliding_window_pattern": None if all(pattern) else pattern}

@@ -146,6 +146,9 @@ def _processor(folder: Path, kind: str, media: str) -> CheckpointSettings:
         values = values[section] if section else values
         if media == "audio" and "feature_extractor_type" not in values:  # a processor of images
             values = {}
+    for name in ("do_resize", "do_rescale", "do_normalize"):
+        if name in values and values[name] is None:  # which some processors read as true, and others as false
+            raise ModelError(f"{file} has {name} = null: set it to true or false")
     if section == "media_proc_cfg" or media == "audio":
         defaults = None
     else:

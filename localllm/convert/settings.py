@@ -25,16 +25,17 @@ def read_file(path: Path) -> bytes | None:
         raise ModelError(f"{path_text(path)} cannot be read ({reason}): download the checkpoint again") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the values of a checkpoint's JSON file; empty if it does not exist."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Return the object (or list, with another ``kind``) in a checkpoint's JSON file; empty without the file."""
     if (data := read_file(path)) is None:
-        return {}
+        return kind()
     try:
         value = _with_special_floats(nesting.parse_json(data.decode()))
     except ValueError as error:
         raise ModelError(f"{path_text(path)} cannot be read as JSON ({error!s:.100}): download it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path_text(path)} is not a JSON object: download it again")
+    if not isinstance(value, kind):
+        name = "object" if kind is dict else "array"
+        raise ModelError(f"{path_text(path)} is not a JSON {name}: download it again")
     return value
 
 

@@ -46,7 +46,8 @@ def find_sources(tensors: Mapping[str, FileTensor], config: Config) -> dict[str,
         ModelError: a tensor and its scales do not match.
     """
     sources: dict[str, Source] = {}
-    settings = config.inner("quantization_config").raw()
+    settings = config.inner("quantization_config").raw() or config.inner("compression_config").raw()
+    _check_packing(settings)
     # DeepSeek V4 names the scales "scale" instead of "weight_scale".
     short = {f"{name.removesuffix('weight')}scale" for name, tensor in tensors.items() if tensor.dtype in _SCALED}
     tensors = {f"{name[:-5]}weight_scale" if name in short else name: tensor for name, tensor in tensors.items()}
@@ -64,7 +65,7 @@ def find_sources(tensors: Mapping[str, FileTensor], config: Config) -> dict[str,
                 sources[name] = _packed(beside, settings) if is_packed else _scaled(beside, settings)
             elif name.endswith("_blocks") and (scales := tensors.get(name.removesuffix("blocks") + "scales")):
                 sources[name] = _mxfp4(tensor, scales, (*tensor.shape[:-2], tensor.shape[-2] * 32))
-            elif kind == "weight" or not (kind in _BESIDE or name.endswith("_scales")):
+            elif kind == "weight" or not (kind in _BESIDE or name.removesuffix("scales") + "blocks" in tensors):
                 sources[name] = _plain(tensor)
         except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
             raise ModelError(f"tensor {quoted(name)} and its scales do not fit together ({error!s:.100})") from error
@@ -77,13 +78,32 @@ _SCALED = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 _BESIDE = (
     "weight", "weight_packed", "qweight", "qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv",
     "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale",
-    "input_global_scale", "activation_scale", "k_scale", "v_scale", "q_scale", "output_scale",
+    "input_scale_ub", "input_global_scale", "activation_scale", "k_scale", "v_scale", "q_scale", "output_scale",
 )  # fmt: skip
+
+
+def _check_packing(settings: Mapping[str, Any]) -> None:
+    """Raise ModelError for a packing that the tensors alone do not show."""
+    transforms = settings.get("transform_config") or {}
+    if isinstance(transforms, dict) and (transforms.get("config_groups") or transforms.get("R1")):
+        raise ModelError(
+            "quantization_config has transform_config, which rotates activations: GGUF files cannot describe it"
+        )
+    for name, known in (("checkpoint_format", _GPTQ_FORMATS), ("packing_format", _AUTO_ROUND_FORMATS)):
+        if (value := settings.get(name)) is not None and value not in known:
+            raise ModelError(
+                f"quantization_config has {name} = {quoted(value)}; localllm reads {', '.join(known)}: convert "
+                "another release of the model"
+            )
+
+
+_GPTQ_FORMATS = ("gptq", "gptq_v2")
+_AUTO_ROUND_FORMATS = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_gptq", "auto_awq")
 
 
 def _plain(tensor: FileTensor) -> Source:
     types = {"F16": GGMLType.F16, "BF16": GGMLType.BF16}
-    if tensor.dtype in ("U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"):
+    if tensor.dtype in ("U8", "I8", "I16", "F8_E4M3", "F8_E5M2", "F8_E8M0"):
         raise ModelError(f"tensor {quoted(tensor.name)} is {tensor.dtype} without scales, which localllm cannot read")
     if tensor.name.endswith("tid2eid"):
         return Source(tensor.shape, GGMLType.I32, lambda: tensor.read().astype(np.int32))
@@ -126,7 +146,9 @@ def _bfloat16(values: NDArray[np.float32]) -> Array:
 
 def _scaled(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> Source:
     weight, scale = beside["weight"], beside.get("weight_scale") or beside["weight_scale_inv"]
-    (rows, columns), sizes = weight.shape, settings.get("weight_block_size") or (128, 128)
+    rows, columns = weight.shape
+    names = ("weight_block_size", "block_structure")
+    sizes = next((size for each in _schemes(settings) for name in names if (size := each.get(name))), (128, 128))
     per_row = scale.shape in ((rows,), (rows, 1))
     is_block = not per_row and len(scale.shape) == 2 and np.prod(scale.shape) > 1
     if is_block and scale.shape != (-(-rows // sizes[0]), -(-columns // sizes[1])):
@@ -210,13 +232,17 @@ def _grouped(
     return Source(shape, type, lambda: read().values(), lambda: read().blocks(type))
 
 
+def _schemes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the settings of weights: the object itself, and compressed-tensors' groups of tensors."""
+    groups = settings.get("config_groups")
+    schemes = groups.values() if isinstance(groups, dict) else ()
+    weights = [scheme.get("weights") for scheme in schemes if isinstance(scheme, dict)]
+    return [scheme for scheme in (settings, *weights) if isinstance(scheme, dict)]
+
+
 def _groups(columns: int, n_groups: int, settings: Mapping[str, Any]) -> NDArray[np.int32]:
     """Return the group of each column, for the group size in config.json. The last group may have fewer columns."""
-    sets = settings.get("config_groups")  # compressed-tensors'
-    weights = (
-        [each.get("weights") for each in sets.values() if isinstance(each, dict)] if isinstance(sets, dict) else []
-    )
-    given = [each.get("group_size") for each in [settings, *weights] if isinstance(each, dict)]
+    given = (scheme.get("group_size") for scheme in _schemes(settings))
     sizes = {size for size in given if type(size) is int and size > 0}
     if not sizes:
         sizes = {1 << power for power in range(4, 24)} | ({columns // n_groups} if columns % n_groups == 0 else set())

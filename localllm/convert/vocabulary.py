@@ -6,9 +6,12 @@ Unigram, or BPE with sentencepiece's spaces. Scores of the last kind are compute
 
 from __future__ import annotations
 
+import unicodedata
+import warnings
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,9 @@ from localllm.chat.template import ChatTemplate
 from localllm.convert.config import Config
 from localllm.convert.settings import read_file, read_json
 from localllm.errors import LocalLLMError, TokenizerError, path_text, quoted
-from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS
+from localllm.gguf.writer import read_back
+from localllm.tokenizer import Tokenizer
+from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer, TokenizerWarning
 from localllm.tokenizer.vocabulary import BPE, END_TEXTS, SPM, UNIGRAM, WORD_PIECE, TokenType
 
 #: GGUF's names of special tokens, by Hugging Face's.
@@ -40,6 +45,10 @@ _PROBE = (
 )
 
 
+#: `_PROBE` in Unicode's normal form, which GGUF's pre-tokenizers expect.
+_TEXT = unicodedata.normalize("NFC", _PROBE)
+
+
 def vocabulary_keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
     """Return the keys ``tokenizer.*`` for a model whose embedding has ``n_vocab`` rows.
 
@@ -57,6 +66,8 @@ def vocabulary_keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any
 
 def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
     settings, json = read_json(folder / "tokenizer_config.json"), read_json(folder / "tokenizer.json")
+    if "added_tokens_decoder" not in settings:  # as in transformers, files of that time have the names of tokens here
+        settings |= read_json(folder / "special_tokens_map.json")
     for name, harmless in _MEANT.items():
         if (value := settings.get(name)) is not None and value not in harmless:
             raise TokenizerError(
@@ -64,6 +75,7 @@ def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
                 "from tokenizer_config.json if it changes no tokens, or report the model"
             )
     added = _added_tokens(settings, json, read_json(folder / "added_tokens.json"))
+    is_wrong = bool(json) and _has_wrong_pre_tokenizer(read_json(folder / "config.json"), settings, json)
     if (folder / "tokenizer.model").is_file():
         keys = _sentencepiece(folder / "tokenizer.model", added, n_vocab)
     elif not json:
@@ -73,17 +85,14 @@ def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
     elif json["model"]["type"] == "Unigram":
         keys = _unigram(folder / "tokenizer.json", json, added, n_vocab)
     else:
-        # For this setting, transformers replaces the pre-tokenizer of tokenizer.json.
-        pre = "tekken" if settings.get("fix_mistral_regex") else None
-        keys = _bpe(folder / "tokenizer.json", json, added, n_vocab, pre)
+        keys = _bpe(folder / "tokenizer.json", json, added, n_vocab, is_wrong)
     if type(n_types := config.get("type_vocab_size")) is int:
         keys["tokenizer.ggml.token_type_count"] = n_types
     tokens = keys["tokenizer.ggml.tokens"]
     ids = {token: i for i, token in enumerate(tokens)}
     for name, key in _SPECIAL.items():
-        text = settings.get(f"{name}_token")
-        text = text.get("content") if isinstance(text, dict) else text
-        token = ids.get(text) if isinstance(text, str) else None
+        text = _token_text(settings.get(f"{name}_token"))
+        token = None if text is None else ids.get(text)
         token = config.get(f"{name}_token_id") if token is None else token
         if type(token) is int and 0 <= token < len(tokens):
             keys[f"tokenizer.ggml.{key}"] = token
@@ -98,7 +107,34 @@ def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
             keys.setdefault(f"tokenizer.ggml.add_{name}_token", flag)
     if isinstance(settings.get("add_prefix_space"), bool) and keys["tokenizer.ggml.model"] == SPM:
         keys["tokenizer.ggml.add_space_prefix"] = settings["add_prefix_space"]
-    return _with_ends(keys | _templates(folder, settings), ends)
+    keys = _with_ends(keys | _templates(folder, settings), ends)
+    _check_text(folder, keys, is_wrong)
+    return keys
+
+
+def _check_text(folder: Path, keys: Mapping[str, Any], is_wrong: bool) -> None:
+    """Raise TokenizerError if the converted and the original tokenizer encode text differently."""
+    path = folder / "tokenizer.model"
+    if path.is_file():
+        expected = _read_sentencepiece(path).encode(_TEXT)
+    else:
+        path = folder / "tokenizer.json"
+        expected = _read_tokenizer(path, is_wrong).encode(_TEXT, add_special_tokens=False).ids
+    tokenizer = Tokenizer.from_gguf(SimpleNamespace(path=path, metadata=read_back(path, keys, ())))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TokenizerWarning)  # characters that neither tokenizer can spell
+        ids = tokenizer.encode(_TEXT, add_special=False)
+    if ids == expected:
+        return
+    n = next((i for i, (one, other) in enumerate(zip(ids, expected, strict=False)) if one != other), len(ids))
+    remedy = "update localllm, or report the model"
+    if path.name == "tokenizer.model" and (folder / "tokenizer.json").is_file():
+        remedy = "remove it, so that localllm converts tokenizer.json"
+    raise TokenizerError(
+        f"{path_text(path)} normalizes or splits text in a way that GGUF files have no key for: after "
+        f"{quoted(tokenizer.decode(ids[:n])[-20:])}, its next token is {quoted(expected[n : n + 1])} instead of "
+        f"{quoted(ids[n : n + 1])}; {remedy}"
+    )
 
 
 def _end_ids(folder: Path, config: Config, n_tokens: int) -> list[int]:
@@ -153,11 +189,20 @@ _REPLY = "localllm-reply"
 _MESSAGE_ENDS = ("<|end|>",)
 
 
+def _token_text(token: Any) -> str | None:
+    """Return the text of a special token in the tokenizer's settings."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
 def _added_tokens(
     settings: Mapping[str, Any], json: Mapping[str, Any], plain: Mapping[str, Any]
 ) -> dict[int, tuple[str, bool]]:
     """Return text and specialness of added tokens by id. Special tokens are not recognised in a user's text."""
-    found = {i: (text, False) for text, i in plain.items() if type(i) is int}
+    names = [value for name, value in settings.items() if name.endswith("_token")]
+    names += settings.get("additional_special_tokens") or ()
+    special = {_token_text(token) for token in names}
+    found = {i: (text, text in special) for text, i in plain.items() if type(i) is int}
     listed = [(entry.get("id"), entry) for entry in json.get("added_tokens") or () if isinstance(entry, dict)]
     listed += list((settings.get("added_tokens_decoder") or {}).items())
     for i, entry in listed:
@@ -187,12 +232,7 @@ def _with_added(
 
 
 def _sentencepiece(path: Path, added: Mapping[int, tuple[str, bool]], n_vocab: int) -> dict[str, Any]:
-    import sentencepiece
-
-    try:
-        model = sentencepiece.SentencePieceProcessor(model_proto=read_file(path) or b"")
-    except (RuntimeError, OSError) as error:
-        raise TokenizerError(f"{path_text(path)} is not a sentencepiece model: download it again") from error
+    model = _read_sentencepiece(path)
     n = min(len(model), n_vocab)
     kinds: list[tuple[Callable[[int], bool], TokenType]] = [
         (model.is_unknown, TokenType.UNKNOWN), (model.is_control, TokenType.CONTROL),
@@ -203,7 +243,17 @@ def _sentencepiece(path: Path, added: Mapping[int, tuple[str, bool]], n_vocab: i
     types = [next((kind for is_kind, kind in kinds if is_kind(i)), TokenType.NORMAL) for i in range(n)]
     keys = _with_added(tokens, [*types, *[TokenType.UNUSED] * (n_vocab - n)], scores, added)
     head = {"tokenizer.ggml.model": SPM, "tokenizer.ggml.pre": "default"}
-    return head | keys | {"tokenizer.ggml.scores": [float(score) for score in scores]}
+    prefix = {"tokenizer.ggml.add_space_prefix": model.encode("a", out_type=str)[:1] != ["a"]}
+    return head | keys | prefix | {"tokenizer.ggml.scores": [float(score) for score in scores]}
+
+
+def _read_sentencepiece(path: Path) -> Any:
+    import sentencepiece
+
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=read_file(path) or b"")
+    except (RuntimeError, OSError) as error:
+        raise TokenizerError(f"{path_text(path)} is not a sentencepiece model: download it again") from error
 
 
 def _word_piece(json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]]) -> dict[str, Any]:
@@ -231,6 +281,7 @@ def _unigram(
     scores = [float(score) for _, score in model["vocab"][:n]] + [-10_000.0] * (n_vocab - n)
     keys = _with_added(tokens, [TokenType.NORMAL] * n + [TokenType.UNUSED] * (n_vocab - n), [*scores], added)
     keys["tokenizer.ggml.token_type"][model["unk_id"]] = int(TokenType.UNKNOWN)
+    keys["tokenizer.ggml.unknown_token_id"] = model["unk_id"]
     normalizer = json.get("normalizer") or {}
     maps = [part.get("precompiled_charsmap") for part in (normalizer, *normalizer.get("normalizers", ()))]
     for charsmap in filter(None, maps):
@@ -243,21 +294,25 @@ def _unigram(
     }  # fmt: skip
 
 
-def _read_tokenizer(path: Path) -> Any:
+def _read_tokenizer(path: Path, is_wrong: bool = False) -> Any:
+    """Return a tokenizer of the library ``tokenizers``. ``is_wrong``: see `_has_wrong_pre_tokenizer`."""
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_buffer(read_file(path) or b"")
+        tokenizer = tokenizers.Tokenizer.from_buffer(read_file(path) or b"")
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library has no error type, and its panics are not an Exception
         raise TokenizerError(f"{path_text(path)} cannot be read ({error!s:.100}): download it again") from error
+    if is_wrong:
+        tokenizer.pre_tokenizer = _with_bytes(PRE_TOKENIZERS["tekken"])
+    return tokenizer
 
 
 def _bpe(
-    path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]], n_vocab: int, pre: str | None
+    path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]], n_vocab: int, is_wrong: bool
 ) -> dict[str, Any]:
-    """Return the keys of a BPE tokenizer. ``pre``: name of its pre-tokenizer, if it is not that of the file."""
+    """Return the keys of a BPE tokenizer. ``is_wrong``: see `_has_wrong_pre_tokenizer`."""
     model = json["model"]
     if model["type"] != "BPE":
         raise TokenizerError(
@@ -270,10 +325,10 @@ def _bpe(
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
     # Spaces inside a part would split it, so they are written as in byte-level BPE.
     joined = [" ".join(part.replace(" ", "\u0120") for part in merge) for merge in merges]
-    tokenizer = _read_tokenizer(path)
+    tokenizer = _read_tokenizer(path, is_wrong)
     flags = _added_around(tokenizer)
     if _is_byte_level(json):
-        head = {"tokenizer.ggml.model": BPE, "tokenizer.ggml.pre": pre or _pre_tokenizer(path, tokenizer, model)}
+        head = {"tokenizer.ggml.model": BPE, "tokenizer.ggml.pre": _pre_tokenizer(path, tokenizer, model)}
         return head | _with_added(tokens, types, [0.0] * n_vocab, added) | {"tokenizer.ggml.merges": joined} | flags
     ranks = {"".join(merge): rank for rank, merge in reversed(list(enumerate(merges)))}
     scores = [-float(ranks.get(token, len(merges))) for token in tokens]
@@ -304,21 +359,46 @@ def _added_around(tokenizer: Any) -> dict[str, Any]:
     return {"tokenizer.ggml.add_bos_token": n_before > 0, "tokenizer.ggml.add_eos_token": behind}
 
 
-def _pre_tokenizer(path: Path, tokenizer: Any, model: Mapping[str, Any]) -> str:
-    """Return the name of the first pre-tokenizer that splits `_PROBE` like this one."""
+def _has_wrong_pre_tokenizer(config: Mapping[str, Any], settings: Mapping[str, Any], json: Mapping[str, Any]) -> bool:
+    """Return whether transformers replaces the pre-tokenizer of tokenizer.json by Tekken's.
+
+    It does so for ``fix_mistral_regex`` and the files that transformers 4 wrote for Mistral's models.
+    """
+    return bool(
+        settings.get("fix_mistral_regex")
+        and config.get("model_type") in ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
+        and str(config.get("transformers_version") or "").partition(".")[0] in ("", "0", "1", "2", "3", "4")
+        and len(json["model"]["vocab"]) > _MIN_TEKKEN
+    )
+
+
+#: transformers looks for a wrong pre-tokenizer if a vocabulary has more tokens.
+_MIN_TEKKEN = 100_000
+
+
+def _with_bytes(kind: PreTokenizer) -> Any:
+    """Return a pre-tokenizer of the library ``tokenizers`` that splits words and writes them as bytes."""
     from tokenizers import pre_tokenizers
 
     from localllm.tokenizer.encoders import word_splitter
 
+    return pre_tokenizers.Sequence(
+        [word_splitter(kind), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
+def _pre_tokenizer(path: Path, tokenizer: Any, model: Mapping[str, Any]) -> str:
+    """Return the name of the first pre-tokenizer that splits `_PROBE` like this one."""
     text = tokenizer.normalizer.normalize_str(_PROBE) if tokenizer.normalizer else _PROBE
     wanted = tokenizer.pre_tokenizer.pre_tokenize_str(text)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     whole_words = bool(model.get("ignore_merges"))
-    names = sorted(PRE_TOKENIZERS, key=lambda name: PRE_TOKENIZERS[name].ignore_merges != whole_words)
-    for name in [*(name for name in _USUAL if name in names), *names]:
+    for name in dict.fromkeys((*_USUAL, *PRE_TOKENIZERS)):
         kind = PRE_TOKENIZERS[name]
-        splitter = pre_tokenizers.Sequence([word_splitter(kind), byte_level])
-        if kind.ignore_merges == whole_words and splitter.pre_tokenize_str(text) == wanted:
+        if (
+            not kind.is_raw
+            and kind.ignore_merges == whole_words
+            and _with_bytes(kind).pre_tokenize_str(text) == wanted
+        ):
             return name
     raise TokenizerError(
         f"{path_text(path)} cuts words as no pre-tokenizer that localllm knows: update localllm, or report the model"
@@ -334,7 +414,9 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
     As in transformers, separate files (written since 4.52) take precedence over settings.
     """
-    found = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    found = settings.get("chat_template")
+    for file in ("chat_template.json", "processor_config.json"):
+        found = found or read_json(folder / file).get("chat_template")
     named: Sequence[Any] = found if isinstance(found, list) else ()
     texts = {entry["name"]: entry["template"] for entry in named if {"name", "template"} <= set(entry)}
     if isinstance(found, str):

@@ -89,6 +89,11 @@ class Tokenizer:
         return self._vocabulary.eog_ids
 
     @property
+    def suppressed_ids(self) -> frozenset[int]:
+        """Tokens that no reply contains, such as placeholders of images (``tokenizer.ggml.suppress_tokens``)."""
+        return self._vocabulary.suppressed_ids
+
+    @property
     def add_bos(self) -> bool:
         """True if texts start with BOS."""
         return self._vocabulary.add_bos

@@ -125,6 +125,7 @@ class Vocabulary:
     eos_id: int | None
     unk_id: int | None
     eog_ids: frozenset[int]  # tokens that end a generation
+    suppressed_ids: frozenset[int]  # tokens that no reply contains
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool  # encoding adds a leading space (not BPE)
@@ -188,6 +189,7 @@ class Vocabulary:
             eos_id=eos_id,
             unk_id=unk_id,
             eog_ids=eog_ids,
+            suppressed_ids=frozenset(meta.token_ids("suppress_tokens", len(tokens), skips_others=True)),
             add_bos=add_bos,
             add_eos=add_eos,
             add_space_prefix=meta.flag("add_space_prefix", model != UNIGRAM) and model != BPE,
@@ -270,12 +272,17 @@ class _TokenizerMetadata:
             raise TokenizerError(f"{self.file_name}: tokenizer.ggml.{name} is {value} but there are {n_vocab} tokens")
         return value
 
-    def token_ids(self, name: str, n_vocab: int) -> list[int]:
-        """Return a list of ids below ``n_vocab``; empty if the key is missing."""
+    def token_ids(self, name: str, n_vocab: int, *, skips_others: bool = False) -> list[int]:
+        """Return a list of ids below ``n_vocab``; empty if the key is missing.
+
+        ``skips_others``: whether other ids are omitted instead of refused.
+        """
         value = self._get(name)
         values = value.tolist() if isinstance(value, np.ndarray) else value
         if values is None:
             return []
+        if skips_others and isinstance(values, list):
+            values = [id_ for id_ in values if type(id_) is not int or 0 <= id_ < n_vocab]
         if not isinstance(values, list) or any(type(i) is not int or not 0 <= i < n_vocab for i in values):
             raise self._wrong(name, f"an array of ids of {n_vocab} tokens")
         return values

@@ -1,12 +1,13 @@
 """Rewrites the configurations of tiny checkpoints as other programs write them, and compares what becomes of each.
 
-    python -m tests.benchmarks.configurations [NAME …] [--kinds omit,old,change] [--all] [--json FILE]
+    python -m tests.benchmarks.configurations [NAME …] [--kinds omit,old,change,empty] [--all] [--json FILE]
 
 NAME is an architecture, or "mmproj NAME" for a family of encoders, whose processor's settings are rewritten too.  A
-rewriting omits a key, names it as older releases do, or gives it another value that transformers accepts.  The result
-is "equal" if the converted file is the original one and transformers computes the same output, "transformers" if the
+rewriting omits a key, names it as older releases do, or gives it another value ("empty": null or 0).  The result is
+"equal" if the converted file is the original one and transformers computes the same output, "transformers" if the
 file differs and its output is that of transformers, "refused" if the conversion raises an error of localllm, "wrong"
-otherwise.  A rewriting that transformers itself refuses is "illegal".  The exit code is 1 if any is wrong.
+otherwise.  It is "illegal" if transformers refuses the rewriting, or if the output depends on the choice of one of
+several tokens with equal scores.  The exit code is 1 if any is wrong.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from localllm.convert import Checkpoint, MmprojCheckpoint
+from localllm.convert.settings import read_json
 from localllm.errors import LocalLLMError
 from localllm.loading.devices import open_devices
 from localllm.loading.media_encoder import MediaEncoder
@@ -74,7 +77,7 @@ _ROPES: tuple[dict[str, Any], ...] = (
         "truncate": False,
         "beta_fast": 20.0,
     },
-    {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 32, "attention_factor": 0.9},
+    {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 32, "attention_factor": 0.8},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     | {"original_max_position_embeddings": 32},
 )
@@ -158,7 +161,8 @@ class TinyCheckpoint(ABC):
     def judged(self, rewriting: Rewriting) -> tuple[str, str]:
         """The result, and what localllm says or how far outputs are apart."""
         try:
-            theirs = self.theirs(rewriting)
+            with _equal_scores() as ties:
+                theirs = self.theirs(rewriting)
             checkpoint = self.converted(rewriting)
             change = largest_error(self.expected, theirs)
             if signature(checkpoint) == self.original:
@@ -170,7 +174,7 @@ class TinyCheckpoint(ABC):
             return "refused", str(refused)
         if error < 1e-3:
             return ("equal" if change < 1e-6 else "transformers"), f"{error:.1e}"
-        return "wrong", f"{error:.1e}"
+        return ("illegal" if ties else "wrong"), f"{error:.1e}"
 
 
 class TinyModel(TinyCheckpoint):
@@ -183,7 +187,7 @@ class TinyModel(TinyCheckpoint):
         self.released = json.loads((self.folder / "config.json").read_text())
         (self.folder / "plain").mkdir()
         self.model.config.save_pretrained(self.folder / "plain")
-        config: dict[str, Any] = json.loads((self.folder / "plain/config.json").read_text())
+        config: dict[str, Any] = read_json(self.folder / "plain/config.json")  # with infinity as a float
         config["architectures"] = [type(self.model).__name__]
         if self.entry.auto == "AutoModel":
             write_pooling(self.folder, "lasttoken" if self.entry.architecture == "qwen3" else "mean")
@@ -231,11 +235,10 @@ class TinyModel(TinyCheckpoint):
         except Exception as error:  # transformers raises what it happens to
             raise IllegalError(str(error).split("\n")[0][:100]) from error
         released, name = self._as_released(rewriting.values), rewriting.name.removeprefix("compress_")
-        is_lost = entry.release is not None and (
-            released == self.released
-            or ("rope_parameters" not in released and name.startswith(("rope_", "qk_rope")))  # two forms at once
-        )
-        if not np.isfinite(logits).all() or (is_lost and largest_error(self.expected, logits) > 1e-6):
+        is_same, is_changed = released == self.released, largest_error(self.expected, logits) > 1e-6
+        has_two_forms = "rope_parameters" not in released and name.startswith(("rope_", "qk_rope"))
+        is_lost = (is_same and is_changed) or (has_two_forms and (is_changed or not is_same))
+        if not np.isfinite(logits).all() or (entry.release is not None and is_lost):
             raise IllegalError("not finite, or without a released form")
         return logits
 
@@ -411,6 +414,28 @@ _KEPT = {
 }
 
 
+@contextmanager
+def _equal_scores() -> Iterator[list[float]]:
+    """Collect scores of 0 that both a selected and an omitted entry have: `torch.topk` selects any of them."""
+    import torch
+
+    ties: list[float] = []
+    select = torch.Tensor.topk
+
+    def topk(scores: Any, k: int, dim: int = -1, **options: Any) -> Any:
+        result = select(scores, k, dim=dim, **options)
+        if result.values.numel() and k < scores.shape[dim]:
+            n_zero = (scores == 0).sum(dim), (result.values == 0).sum(dim)
+            ties.extend([0.0] * int(((n_zero[1] > 0) & (n_zero[0] > n_zero[1])).sum()))
+        return result
+
+    torch.Tensor.topk = topk
+    try:
+        yield ties
+    finally:
+        torch.Tensor.topk = select
+
+
 def _reader(kind: Any) -> Callable[[dict[str, Any]], Any]:
     """Return a function that returns what a configuration class reads from values."""
 
@@ -456,6 +481,18 @@ def rewritings(tiny: TinyCheckpoint) -> Iterator[Rewriting]:
         yield from omissions(document)
         yield from old_names(document)
         yield from changes(document)
+        yield from emptied(document)
+
+
+def emptied(document: Document) -> Iterator[Rewriting]:
+    for path in document.paths:
+        value = _section(document.values, path[:-1])[path[-1]]
+        if path[-1] in _NOT_CHANGED or value is None:
+            continue
+        for other in (None, 0) if type(value) is int and value else (None,):
+            changed = copy.deepcopy(document.values)
+            _section(changed, path[:-1])[path[-1]] = other
+            yield Rewriting("empty", f"{'.'.join(path)} = {other}", changed, document.file)
 
 
 def omissions(document: Document) -> Iterator[Rewriting]:
@@ -595,7 +632,7 @@ def all_names() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--kinds", default="omit,old,change")
+    parser.add_argument("--kinds", default="omit,old,change,empty")
     parser.add_argument("--all", action="store_true", help="print every result, not only the wrong ones")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

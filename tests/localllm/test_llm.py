@@ -187,6 +187,26 @@ def test_the_end_of_generation_token_ends_the_text(llm: LLM) -> None:
     assert going_on.ids == plain
 
 
+def test_tokens_that_the_file_suppresses_are_never_chosen(tmp_path: Path, device: str) -> None:
+    """``suppress_tokens`` holds in every reply, also against a request's bias, and in drafts."""
+    settings = config()
+    weights = random_weights(settings)
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    path = write_gguf(tmp_path / "a.gguf", settings, weights)
+    with localllm.load(path, device=device, context=CONTEXT) as llm:
+        plain = llm.generate("hello", **greedy).ids
+    keys = {"tokenizer.ggml.suppress_tokens": [plain[0], plain[5], 300, -1]}
+    path = write_gguf(tmp_path / "b.gguf", settings, weights, metadata=keys)
+    with localllm.load(path, device=device, context=CONTEXT, draft_model=tmp_path / "a.gguf") as llm:
+        assert llm.tokenizer.suppressed_ids == {plain[0], plain[5]}
+        bias = {plain[0]: 1e9}
+        drafted = llm.generate("hello", **greedy, logit_bias=bias, draft_always=True)
+        alone = llm.generate("hello", **greedy, speculate=None)
+        assert drafted.ids == alone.ids
+        drawn = llm.generate("hello", temperature=9, max_tokens=60, top_k=3, seed=1, ignore_eos=True).ids
+        assert not {*alone.ids, *drawn} & llm.tokenizer.suppressed_ids
+
+
 def test_settings_may_come_as_sampling_and_as_keywords(llm: LLM) -> None:
     base = Sampling(temperature=0, logprobs=1)
     assert llm.generate("a", sampling=base, max_tokens=3).logprobs is not None

@@ -238,6 +238,136 @@ IMAGES: dict[str, dict[str, dict[str, Any]]] = {
 
 #: By architecture: keys of config.json and of files.
 TEXTS: dict[str, dict[str, dict[str, Any]]] = {
+    "bloom": {
+        "config.json": {"apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+        | {"attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "masked_softmax_fusion": True, "n_inner": None}
+        | {"offset_alibi": 100, "pretraining_tp": 2, "skip_bias_add": True, "skip_bias_add_qkv": False, "seq_length": 2048}
+        | {"slow_but_exact": False, "unk_token_id": 0, "torch_dtype": "float16", "use_cache": True},
+    },
+    "command-r": {
+        "config.json": CONFIG
+        | {"attention_bias": False, "attention_dropout": 0.0, "use_qk_norm": False},
+    },
+    "deepseek-v2": {
+        "config.json": CONFIG
+        | {"attention_bias": False, "attention_dropout": 0.0, "auto_map": {}, "aux_loss_alpha": 0.001, "ep_size": 1}
+        | {"moe_layer_freq": 1, "pretraining_tp": 1, "seq_aux": True, "scoring_func": "softmax"},
+    },
+    "deepseek-v3": {
+        "config.json": CONFIG
+        | {"attention_bias": False, "attention_dropout": 0.0, "auto_map": {}, "ep_size": 1, "moe_layer_freq": 1}
+        | {"num_nextn_predict_layers": 0, "pretraining_tp": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        | {"quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}},
+    },
+    "ernie4_5": {
+        "config.json": CONFIG
+        | {"compression_ratio": 1.0, "fuse_swiglu": True, "rope_scaling": None, "use_flash_attention": True, "use_bias": False}
+        | {"head_dim": 16, "pad_token_id": 0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    },
+    "falcon": {
+        "config.json": CONFIG
+        | {"alibi": False, "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0, "bias": False}
+        | {"auto_map": {}, "hidden_dropout": 0.0, "parallel_attn": True},
+    },
+    "gemma2": {
+        "config.json": CONFIG
+        | {"attention_dropout": 0.0, "cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}
+        | {"sliding_window_size": 4096},
+    },
+    "gemma3": {
+        "config.json": CONFIG | {"attn_logit_softcapping": None, "cache_implementation": "hybrid", "use_cache": True}
+        | {"final_logit_softcapping": None, "_sliding_window_pattern": 6, "use_bidirectional_attention": False},
+    },
+    "glm4moe": {
+        "config.json": CONFIG | {"attention_dropout": 0.0, "num_nextn_predict_layers": 0, "pad_token_id": 0},
+    },
+    "gpt-oss": {
+        "config.json": CONFIG
+        | {"attention_dropout": 0.0, "initial_context_length": 4096, "output_router_logits": False}
+        | {"router_aux_loss_coef": 0.9, "swiglu_limit": 7.0, "pad_token_id": 0}
+        | {"quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}},
+    },
+    "gpt2": {
+        "config.json": {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "n_ctx": 1024, "n_inner": None}
+        | {"summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True}
+        | {"summary_type": "cls_index", "summary_use_proj": True, "reorder_and_upcast_attn": False}
+        | {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}},
+    },
+    "gptneox": {
+        "config.json": CONFIG | {"attention_dropout": 0.0, "classifier_dropout": 0.1, "hidden_dropout": 0.0},
+    },
+    "hunyuan-moe": {
+        "config.json": CONFIG
+        | {"add_classification_head": False, "class_num": 0, "cla_share_factor": 2, "dense_list": [48, 0]}
+        | {"group_limited_greedy": False, "im_end_id": 5, "im_newline_id": 11, "im_start_id": 4, "mask_init_id": 12}
+        | {"kv_lora_rank": None, "q_lora_rank": None, "qk_nope_head_dim": None, "qk_rope_head_dim": None, "v_head_dim": None}
+        | {"mlp_bias": False, "moe_drop_tokens": False, "moe_layer_num_skipped": 0, "n_group": None, "topk_group": None}
+        | {"moe_random_routing_dropped_token": False, "norm_topk_prob": True, "num_media_embeds": 257, "pool_type": "last"}
+        | {"position_embedding_xdrope": False, "routed_scaling_factor": 1.0, "skip_cls_token": False, "text_end_id": 7}
+        | {"text_start_id": 6, "use_cla": False, "use_mixed_mlp_moe": True, "use_mla": False, "use_rotary_pos_emb": True},
+    },
+    "lfm2": {
+        "config.json": CONFIG
+        | {"block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0}
+        | {"block_multiple_of": 256, "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "block_use_swiglu": True}
+        | {"block_use_xavier_init": True, "conv_dim_out": 64, "conv_use_xavier_init": True, "use_pos_enc": True},
+    },
+    "llama": {
+        "config.json": CONFIG
+        | {"_name_or_path": "meta-llama/Llama-2-7b-hf", "attention_bias": False, "attention_dropout": 0.0}
+        | {"max_sequence_length": 2048, "mlp_bias": False, "pretraining_tp": 1, "rope_scaling": None},
+        "tokenizer_config.json": {"add_bos_token": True, "add_eos_token": False, "legacy": False, "padding_side": "left"}
+        | {"clean_up_tokenization_spaces": False, "model_max_length": 1000000000000000019884624838656}
+        | {"bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": False, "normalized": False}}
+        | {"sp_model_kwargs": {}, "tokenizer_class": "LlamaTokenizer", "pad_token": None},
+        "generation_config.json": {"do_sample": True, "max_length": 4096, "pad_token_id": 0, "temperature": 0.6}
+        | {"top_p": 0.9, "bos_token_id": 1, "eos_token_id": 2, "transformers_version": "4.32.0.dev0"},
+    },
+    "mixtral": {
+        "config.json": CONFIG
+        | {"attention_dropout": 0.0, "output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None},
+    },
+    "mpt": {
+        "config.json": {"embedding_fraction": 1.0, "init_device": "cpu", "logit_scale": None, "no_bias": True, "verbose": 0}
+        | {"init_config": {"emb_init_std": None, "init_nonlinearity": "relu", "name": "kaiming_normal_", "verbose": 0}}
+        | {"norm_type": "low_precision_layernorm", "tokenizer_name": "EleutherAI/gpt-neox-20b", "use_cache": False}
+        | {"emb_pdrop": 0, "resid_pdrop": 0, "learned_pos_emb": True, "torch_dtype": "bfloat16"},
+    },
+    "olmoe": {
+        "config.json": CONFIG
+        | {"attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None, "output_router_logits": False}
+        | {"rope_scaling": None, "router_aux_loss_coef": 0.01},
+    },
+    "phi2": {
+        "config.json": CONFIG
+        | {"attention_dropout": 0.0, "embd_pdrop": 0.0, "qk_layernorm": False, "resid_pdrop": 0.1, "rope_scaling": None},
+    },
+    "qwen2": {
+        "config.json": CONFIG
+        | {"attention_dropout": 0.0, "max_window_layers": 21, "sliding_window": 32768, "use_mrope": False}
+        | {"use_sliding_window": False},
+    },
+    "qwen2moe": {
+        "config.json": CONFIG
+        | {"attention_dropout": 0.0, "decoder_sparse_step": 1, "max_window_layers": 28, "mlp_only_layers": []}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.001, "sliding_window": 32768}
+        | {"use_sliding_window": False},
+    },
+    "qwen3next": {
+        "config.json": CONFIG
+        | {"attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.001, "use_sliding_window": False, "rope_scaling": None},
+    },
+    "stablelm": {
+        "config.json": CONFIG
+        | {"attention_dropout": 0.0, "hidden_dropout": 0.0, "norm_eps": 1e-05, "qk_layernorm": False, "rope_scaling": None},
+    },
+    "starcoder2": {
+        "config.json": CONFIG
+        | {"activation_function": "gelu", "attention_dropout": 0.1, "attention_softmax_in_fp32": True}
+        | {"embedding_dropout": 0.1, "mlp_type": "default", "norm_type": "layer_norm", "residual_dropout": 0.1}
+        | {"scale_attention_softmax_in_fp32": True, "scale_attn_weights": True},
+    },
     "gemma": {
         "config.json": CONFIG | {"hidden_act": "gelu", "attention_dropout": 0.0},
         "generation_config.json": {"_from_model_config": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0},

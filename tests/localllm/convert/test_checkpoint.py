@@ -247,6 +247,67 @@ def test_nan_weights_are_named_and_leave_no_file(tmp_path: Path) -> None:
         assert not file.tensors["blk.1.attn_q.weight"].data.any()
 
 
+def test_a_missing_head_is_not_the_embedding(tmp_path: Path) -> None:
+    options = {"without": "lm_head.weight", "architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(ModelError, match=r"lacks lm_head\.weight, and config.json has tie_word_embeddings = false"):
+        Checkpoint(write_checkpoint(tmp_path / "a", **options))
+    folder = write_checkpoint(tmp_path / "b", **options)
+    (folder / "modules.json").write_text("[]")  # of an embedding model
+    Checkpoint(folder)
+
+
+POOLING: list[tuple[dict[str, Any], str]] = [
+    ({"pooling_mode": "mean"}, ""),
+    ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, ""),
+    ({"pooling_mode_max_tokens": True}, "has the pooling pooling_mode_max_tokens"),
+    ({"pooling_mode_weightedmean_tokens": True}, "has the pooling pooling_mode_weightedmean_tokens"),
+    ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "cls_token and pooling_mode_mean_tokens"),
+    ({"pooling_mode": "max"}, "has the pooling max: GGUF files can only describe"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), POOLING)
+def test_poolings_that_a_file_cannot_describe_are_refused(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "a")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64} | values))
+    if message:
+        with pytest.raises(ModelError, match=message):
+            Checkpoint(folder)
+    else:
+        expected = 2 if "pooling_mode_cls_token" in values else 1
+        assert Checkpoint(folder).metadata["llama.pooling_type"] == expected
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (["models.Transformer:", "models.Pooling:1_Pooling", "models.Normalize:2_Normalize"], ""),
+        (["models.Transformer:", "models.Pooling:2_Pooling"], "has the modules Transformer, 2_Pooling: GGUF files"),
+        (["models.Transformer:", "models.Pooling:1_Pooling", "models.LayerNorm:2_LayerNorm"], "2_LayerNorm"),
+        (["models.Transformer:", "models.Normalize:1_Normalize", "models.Pooling:1_Pooling"], "Normalize, 1_Pooling"),
+        (["models.Transformer:", "models.Pooling:1_Pooling", "models.Dense:2_Dense"], "lacks 2_Dense/config.json"),
+    ],
+)
+def test_modules_that_a_file_cannot_describe_are_refused(modules: list[str], message: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "a")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    pairs = (module.split(":") for module in modules)
+    listed = [{"type": f"sentence_transformers.{type_}", "path": path} for type_, path in pairs]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    if message:
+        with pytest.raises(ModelError, match=message):
+            Checkpoint(folder)
+        return
+    Checkpoint(folder)
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    with pytest.raises(ModelError, match="has do_lower_case, for which GGUF files of this tokenizer have no key"):
+        Checkpoint(folder)
+
+
 _KILLED = """
 import os, pathlib, signal, sys
 from localllm import models

@@ -48,6 +48,7 @@ def test_no_rewriting_gives_a_wrong_model(name: str, tmp_path: Path) -> None:
     ("name", "rewriting"),
     [
         ("gemma", "hidden_act = gelu"),  # which means the tanh form
+        ("mamba2", "layer_norm_epsilon = 1.5000000000000002e-05"),
         ("mimo2", "rope_parameters.sliding_attention.partial_rotary_factor"),  # all of a head, then
         ("mistral3", "rope_parameters.mscale"),  # without which mscale_all_dim means nothing
         ("qwen4exp", "output_gate_type"),  # hidden_act, then
@@ -108,6 +109,12 @@ def test_heads_of_keys_are_by_default_as_many_as_heads(tmp_path: Path) -> None:
             {"rope_type": "longrope", "original_max_position_embeddings": 4096},
         ),
         ("mixtral", {}, {"rope_theta": 1e6}),
+        (
+            "llama",
+            {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        ("apertus", {"rope_scaling": None, "rope_parameters": None}, {"rope_type": "llama3", "factor": 8.0}),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_type": "linear", "factor": 2.0}),
     ],
 )
@@ -166,6 +173,12 @@ def test_windows(kind: str, changes: dict[str, Any], expected: list[Any], tmp_pa
     names = ("attention.sliding_window", "attention.sliding_window_pattern")
     values = [metadata.get(f"{architecture}.{name}") for name in names]
     assert [value.tolist() if isinstance(value, np.ndarray) else value for value in values] == expected
+
+
+def test_a_context_may_be_longer_than_the_positions_of_the_training(tmp_path: Path) -> None:
+    """Command R's."""
+    folder = write_checkpoint(tmp_path / "a", max_position_embeddings=128, model_max_length=4096)
+    assert Checkpoint(folder).metadata["llama.context_length"] == 4096
 
 
 def test_experts_weights_are_normed_as_the_configuration_says(tmp_path: Path) -> None:

@@ -76,6 +76,21 @@ def test_models_that_see(family: Callable[[str], Path], name: str, tmp_path: Pat
     same(signature(Checkpoint(released)), text)
 
 
+@pytest.mark.parametrize("name", ["qwen2.5vl_merger", "qwen2vl_merger", "paddleocr", "hunyuanvl"])
+def test_settings_of_the_text_model_beside_the_encoders_section(
+    family: Callable[[str], Path], name: str, tmp_path: Path
+) -> None:
+    folder = family(name)
+    encoder, text = signature(MmprojCheckpoint(folder)), signature(Checkpoint(folder))
+    flat = Path(shutil.copytree(folder, tmp_path / "flat"))
+    values = read(flat / "config.json")
+    section = values.pop("text_config")
+    values = {key: value for key, value in section.items() if key != "model_type"} | values
+    (flat / "config.json").write_text(json.dumps(values), "utf-8")
+    same(signature(MmprojCheckpoint(flat)), encoder)
+    same(signature(Checkpoint(flat)), text)
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_text_models(name: str, tmp_path: Path) -> None:
     save(tmp_path / "a", make_model(TINY[name]))

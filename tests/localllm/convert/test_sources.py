@@ -290,3 +290,37 @@ def test_a_divisor_of_0_is_found(tmp_path: Path) -> None:
     tensors = {"x.weight_packed": HALVES, "x.weight_scale": ("F8_E4M3", scales)}
     values = floats(source(tmp_path, tensors | {"x.weight_global_scale": np.float32([0])}).values())
     assert not np.isfinite(values).any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"transform_config": {"config_groups": {"R1": {}}}}, "has transform_config, which rotates activations"),
+        ({"checkpoint_format": "marlin"}, "has checkpoint_format = 'marlin'; localllm reads gptq, gptq_v2"),
+        ({"packing_format": "auto_round:tritonv2_zp"}, "has packing_format = 'auto_round:tritonv2_zp'"),
+    ],
+)
+def test_packings_that_tensors_do_not_show_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        source(tmp_path, gptq(EIGHTS), bits=4, **settings)
+    usual = {"transform_config": {}, "checkpoint_format": "gptq", "packing_format": "auto_round:auto_gptq"}
+    check(source(tmp_path, gptq(EIGHTS), bits=4, **usual), EIGHTS)
+
+
+def test_integers_with_scales_of_an_unknown_name_are_refused(tmp_path: Path) -> None:
+    tensors = {"x.weight": INTEGERS.astype(np.int8), "x.weight_scales": SCALES[:, 0].copy()}  # EETQ
+    with pytest.raises(ModelError, match=r"'x.weight' is I8 without scales"):
+        source(tmp_path, tensors, quant_method="eetq")
+    tensors.pop("x.weight")
+    source(tmp_path, tensors, name="x.weight_scales")
+
+
+def test_blocks_of_fp8_have_the_size_that_compressed_tensors_gives(tmp_path: Path) -> None:
+    codes = np.full((3, 192), 0x38, np.uint8)  # 1
+    tensors = {"x.weight": ("F8_E4M3", codes), "x.weight_scale": np.float32([[2, 4], [8, 16]])}
+    groups = {"group_0": {"weights": {"strategy": "block", "block_structure": [2, 96]}}}
+    values = floats(source(tmp_path, tensors, config_groups=groups).values())
+    np.testing.assert_array_equal(values[:, ::96], [[2, 4], [2, 4], [8, 16]])
+    np.testing.assert_array_equal(values[:, 95::96], [[2, 4], [2, 4], [8, 16]])

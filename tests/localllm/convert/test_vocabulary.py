@@ -15,9 +15,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from localllm.convert.config import Config
-from localllm.convert.vocabulary import vocabulary_keys
+from localllm.convert.vocabulary import _TEXT, vocabulary_keys
 from localllm.errors import TokenizerError
 from localllm.tokenizer import Tokenizer
+from localllm.tokenizer.encoders import word_splitter
 from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS
 from tests.helpers.checkpoints import bytes_field, write_tokenizer
 
@@ -63,7 +64,7 @@ def byte_level(folder: Path, pre: str, *, bos: bool = False) -> tokenizers.Token
     return tokenizer
 
 
-@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+@pytest.mark.parametrize("pre", sorted(name for name, kind in PRE_TOKENIZERS.items() if not kind.is_raw))
 def test_the_pre_tokenizer_is_recognised(pre: str, tmp_path: Path) -> None:
     """The pre-tokenizer's name, or another one with the same rules."""
     byte_level(tmp_path, pre)
@@ -153,19 +154,21 @@ def test_unigram(splits: bool, tmp_path: Path) -> None:
 
 
 def test_sentencepiece_with_added_tokens(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, 290)
-    decoder = {"3": {"content": "<|im_start|>"}, "291": {"content": "<tool>"}, "999": {"content": "<beyond>"}}
+    write_tokenizer(tmp_path, 298)
+    decoder = {"297": {"content": "<|im_start|>"}, "298": {"content": "<tool>"}, "999": {"content": "<beyond>"}}
     settings = {"added_tokens_decoder": decoder, "eos_token": "<|im_start|>", "add_bos_token": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     keys, tokenizer = read(tmp_path, 300, bos_token_id=1)
-    assert keys["tokenizer.ggml.tokens"][3] == "<|im_start|>"
-    assert [keys["tokenizer.ggml.token_type"][i] for i in (0, 1, 3, 4, 260, 291, 299)] == [2, 3, 3, 6, 1, 4, 5]
-    assert (keys["tokenizer.ggml.bos_token_id"], keys["tokenizer.ggml.eos_token_id"]) == (1, 3)
-    assert tokenizer.encode("the<tool>")[-1] == 291
+    assert keys["tokenizer.ggml.tokens"][297] == "<|im_start|>"
+    assert [keys["tokenizer.ggml.token_type"][i] for i in (0, 1, 297, 4, 260, 298, 299)] == [2, 3, 3, 6, 1, 4, 5]
+    assert (keys["tokenizer.ggml.bos_token_id"], keys["tokenizer.ggml.eos_token_id"]) == (1, 297)
+    assert tokenizer.encode("the<tool>")[-1] == 298
 
 
 def test_chat_templates_in_files_of_their_own(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 290)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"chat_template": "from the processor"}))
+    assert read(tmp_path)[0]["tokenizer.chat_template"] == "from the processor"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))
     assert read(tmp_path)[0]["tokenizer.chat_template"] == "from json"
     (tmp_path / "chat_template.jinja").write_text("from jinja")
@@ -209,10 +212,18 @@ def test_damaged_tokenizers_are_refused(files: dict[str, str], message: str, tmp
 def test_word_pieces(tmp_path: Path) -> None:
     """A vocabulary like BERT's: tokens at the start of words get SentencePiece's space, others lose ``##``."""
     words = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[UNK]": 3, "run": 4, "##ning": 5, "a": 6}
-    added = [{"id": i, "content": text, "special": True} for text, i in words.items() if i < 4]
-    model = {"type": "WordPiece", "vocab": words, "unk_token": "[UNK]"}
+    added = [
+        {"id": i, "content": text, "special": True, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for text, i in words.items()
+        if i < 4
+    ]
+    model = {"type": "WordPiece", "vocab": words, "unk_token": "[UNK]", "continuing_subword_prefix": "##"}
+    model["max_input_chars_per_word"] = 100
     normalizer = {"type": "BertNormalizer", "lowercase": True, "strip_accents": None}
+    normalizer |= {"clean_text": True, "handle_chinese_chars": True}
     settings = {"model": model, "added_tokens": added, "normalizer": normalizer}
+    settings["pre_tokenizer"] = {"type": "BertPreTokenizer"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
     names = {f"{name.lower()}_token": f"[{name}]" for name in ("PAD", "CLS", "SEP", "UNK")}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
@@ -220,3 +231,87 @@ def test_word_pieces(tmp_path: Path) -> None:
     assert keys["tokenizer.ggml.tokens"] == ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "▁run", "ning", "▁a"]
     assert keys["tokenizer.ggml.token_type_count"] == 2
     assert tokenizer.encode("A RUNNING") == [1, 6, 4, 5, 2]
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_sentencepiece_says_whether_texts_get_a_space_at_the_start(prefix: bool, tmp_path: Path) -> None:
+    """Llama's models add one, Gemma's do not."""
+    original = trained(tmp_path, model_type="bpe", add_dummy_prefix=prefix)
+    keys, tokenizer = read(tmp_path, len(original))
+    assert keys["tokenizer.ggml.add_space_prefix"] is prefix
+    for text in TEXTS:
+        assert tokenizer.encode(text, add_special=False) == original.encode(text)
+
+
+def trained(folder: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
+    """Write a trained tokenizer.model, and return it."""
+    with (folder / "tokenizer.model").open("wb") as file:
+        options = {"byte_fallback": True, "normalization_rule_name": "identity"} | options
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([*TEXTS, _TEXT] * 2), model_writer=file, vocab_size=480, hard_vocab_limit=False,
+            remove_extra_whitespaces=False, minloglevel=2, **options,
+        )  # fmt: skip
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"model_type": "unigram"}, {"model_type": "bpe", "normalization_rule_name": "nfkc_cf"}]
+)
+def test_sentencepiece_of_another_kind_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    original = trained(tmp_path, **options)
+    with pytest.raises(TokenizerError, match="normalizes or splits text in a way that GGUF files have no key for"):
+        read(tmp_path, len(original))
+    byte_level(tmp_path, "gpt-2")
+    with pytest.raises(TokenizerError, match=r"remove it, so that localllm converts tokenizer\.json"):
+        read(tmp_path, len(original))
+
+
+def test_a_normalizer_without_a_key_is_refused(tmp_path: Path) -> None:
+    tokenizer = byte_level(tmp_path, "gpt-2")
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    read(tmp_path)
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json normalizes or splits text"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "expected"),
+    [
+        ({"fix_mistral_regex": True}, {"model_type": "mistral3", "transformers_version": "4.57.1"}, "tekken"),
+        ({"fix_mistral_regex": True}, {"model_type": "mistral"}, "tekken"),
+        ({"fix_mistral_regex": True}, {"model_type": "mistral3", "transformers_version": "5.0.0"}, "llama-bpe"),
+        ({"fix_mistral_regex": True}, {"model_type": "llama", "transformers_version": "4.57.1"}, "llama-bpe"),
+        ({"fix_mistral_regex": False}, {"model_type": "mistral3"}, "llama-bpe"),
+        ({}, {"model_type": "mistral3"}, "llama-bpe"),
+    ],
+)
+def test_mistrals_wrong_pre_tokenizer_is_replaced_as_in_transformers(
+    settings: dict[str, Any], config: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    byte_level(tmp_path, "llama-bpe")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read(tmp_path)[0]["tokenizer.ggml.pre"] == "llama-bpe"  # transformers looks at large vocabularies only
+    monkeypatch.setattr("localllm.convert.vocabulary._MIN_TEKKEN", 300)
+    keys, tokenizer = read(tmp_path)
+    assert keys["tokenizer.ggml.pre"] == expected
+    words = tokenizers.pre_tokenizers.Sequence([word_splitter(PRE_TOKENIZERS[expected])]).pre_tokenize_str(TEXTS[0])
+    assert tokenizer.encode(TEXTS[0]) == [i for word, _ in words for i in tokenizer.encode(word)]
+
+
+def test_special_tokens_of_old_files(tmp_path: Path) -> None:
+    """special_tokens_map.json counts if tokenizer_config.json lists no added tokens."""
+    write_tokenizer(tmp_path, 290)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"[A]": 295, "[B]": 296}))
+    map_ = {"eos_token": {"content": "[A]"}, "additional_special_tokens": ["[A]"], "bos_token": "<s>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(map_))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    keys = read(tmp_path, 300)[0]
+    assert (keys["tokenizer.ggml.eos_token_id"], keys["tokenizer.ggml.bos_token_id"]) == (295, 1)
+    assert [keys["tokenizer.ggml.token_type"][i] for i in (295, 296)] == [3, 4]
+    settings = {"eos_token": "</s>", "added_tokens_decoder": {}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert read(tmp_path, 300)[0]["tokenizer.ggml.eos_token_id"] == 2
