@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.backend import (
     Backend,
     Batch,

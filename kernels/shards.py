@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.graph import Graph, Matrix, Operation, Rows, Tensor, Weight
 from localllm.quant.lut import block_size
 

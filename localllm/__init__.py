@@ -57,42 +57,39 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate as ChatTemplate
     from localllm.engine.drafting import Drafts as Drafts
-    from localllm.engine.request import Timings as Timings
-    from localllm.engine.request import Usage as Usage
-    from localllm.errors import ClosedError as ClosedError
-    from localllm.errors import ContextLengthError as ContextLengthError
-    from localllm.errors import DeviceError as DeviceError
-    from localllm.errors import DeviceLostError as DeviceLostError
-    from localllm.errors import DeviceMemoryError as DeviceMemoryError
-    from localllm.errors import ExpertReadError as ExpertReadError
-    from localllm.errors import GGUFError as GGUFError
-    from localllm.errors import GrammarError as GrammarError
-    from localllm.errors import HubError as HubError
-    from localllm.errors import KernelError as KernelError
-    from localllm.errors import LocalLLMError as LocalLLMError
-    from localllm.errors import ModelError as ModelError
-    from localllm.errors import ModelNotFoundError as ModelNotFoundError
-    from localllm.errors import NotEnoughMemoryError as NotEnoughMemoryError
-    from localllm.errors import OutputError as OutputError
-    from localllm.errors import PromptCacheError as PromptCacheError
-    from localllm.errors import QueueFullError as QueueFullError
-    from localllm.errors import SettingsError as SettingsError
-    from localllm.errors import StoreError as StoreError
-    from localllm.errors import TemplateError as TemplateError
-    from localllm.errors import TokenizerError as TokenizerError
-    from localllm.errors import UnsupportedArchitectureError as UnsupportedArchitectureError
-    from localllm.errors import UsageError as UsageError
-    from localllm.generation.completion import Chunk as Chunk
-    from localllm.generation.completion import Completion as Completion
-    from localllm.generation.completion import Stream as Stream
+    from localllm.engine.request import Timings as Timings, Usage as Usage
+    from localllm.errors import (
+        ClosedError as ClosedError,
+        ContextLengthError as ContextLengthError,
+        DeviceError as DeviceError,
+        DeviceLostError as DeviceLostError,
+        DeviceMemoryError as DeviceMemoryError,
+        ExpertReadError as ExpertReadError,
+        GGUFError as GGUFError,
+        GrammarError as GrammarError,
+        HubError as HubError,
+        KernelError as KernelError,
+        LocalLLMError as LocalLLMError,
+        ModelError as ModelError,
+        ModelNotFoundError as ModelNotFoundError,
+        NotEnoughMemoryError as NotEnoughMemoryError,
+        OutputError as OutputError,
+        PromptCacheError as PromptCacheError,
+        QueueFullError as QueueFullError,
+        SettingsError as SettingsError,
+        StoreError as StoreError,
+        TemplateError as TemplateError,
+        TokenizerError as TokenizerError,
+        UnsupportedArchitectureError as UnsupportedArchitectureError,
+        UsageError as UsageError,
+    )
+    from localllm.generation.completion import Chunk as Chunk, Completion as Completion, Stream as Stream
     from localllm.generation.scoring import Score as Score
     from localllm.gguf import GGUFFile as GGUFFile
-    from localllm.llm import LLM as LLM
-    from localllm.llm import load as load
+    from localllm.llm import LLM as LLM, load as load
     from localllm.loading.model_info import ModelInfo as ModelInfo
     from localllm.options.keywords import Options as Options
-    from localllm.sampling import Choice as Choice
-    from localllm.sampling import Sampling as Sampling
+    from localllm.sampling import Choice as Choice, Sampling as Sampling
     from localllm.tokenizer import Tokenizer as Tokenizer
 
 

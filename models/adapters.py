@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.weights import ArrayWeight, RowsOf
 

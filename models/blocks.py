@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from localllm.errors import ModelError
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.config import Experts, FeedForward, Header, Heads, ModelMetadata
 from localllm.models.mtp import record_block

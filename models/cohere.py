@@ -12,8 +12,16 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models.blocks import Layer, RecordNorm, attention, decoder, gated_mlp, layer_norm, mixture
-from localllm.models.blocks import norm as rms_norm
+from localllm.models.blocks import (
+    Layer,
+    RecordNorm,
+    attention,
+    decoder,
+    gated_mlp,
+    layer_norm,
+    mixture,
+    norm as rms_norm,
+)
 from localllm.models.config import Header
 from localllm.models.hf_convert import (
     head_dim,

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.blocks import Layer, decoder, feed_forward, norm, read_q_scale
 from localllm.models.config import Header

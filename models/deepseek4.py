@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hy_v4
 from localllm.models.blocks import Layer, decoder, mixture, norm

@@ -7,8 +7,7 @@ from __future__ import annotations
 from statistics import NormalDist
 from typing import Any
 
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import gemma4
 from localllm.models.blocks import Layer, add, decoder, norm, read_softcap

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import ModelError
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.blocks import Layer, add, chosen_experts, decoder, gated_mlp, norm, read_softcap, route
 from localllm.models.config import Experts, Header, Heads

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.graph import Graph, Rope, Tensor
 from localllm.kernels.operations import Linears, MixStreams, RMSNorm, RopeAppend
 from localllm.kernels.operations.recurrent import MAX_CONV

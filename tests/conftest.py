@@ -17,8 +17,7 @@ if system := os.environ.get("TEST_AS"):
 import sys
 
 from localllm.options.settings import CONFIG_VARIABLE
-from tests.helpers.windows import keep_files_in_use
-from tests.helpers.windows import windows as windows
+from tests.helpers.windows import keep_files_in_use, windows as windows
 
 # Make NumPy, which is imported later, compute in the calling thread: with threads, it hangs if another thread forks
 # the process during a computation, as some tests do.

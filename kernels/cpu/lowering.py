@@ -14,13 +14,17 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.backend import check_operations
 from localllm.kernels.buffers import Address, Buffer, StoredRows, assign
-from localllm.kernels.cpu import attention as attention_kernels
-from localllm.kernels.cpu import elementwise, matmul, recurrent, selection
-from localllm.kernels.cpu import experts as expert_kernels
+from localllm.kernels.cpu import (
+    attention as attention_kernels,
+    elementwise,
+    experts as expert_kernels,
+    matmul,
+    recurrent,
+    selection,
+)
 from localllm.kernels.cpu.batch import (
     ALWAYS,
     N_CHOSEN,

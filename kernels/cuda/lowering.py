@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import KernelError
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.backend import check_operations
 from localllm.kernels.buffers import Address, Buffer, assign
 from localllm.kernels.cuda import attention, matmul

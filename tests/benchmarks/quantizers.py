@@ -40,8 +40,7 @@ import numpy.typing as npt
 
 import localllm
 from localllm.cli.chart import Point, svg_chart
-from localllm.evaluate import BaseLogits, perplexity
-from localllm.evaluate import divergence as divergence_of
+from localllm.evaluate import BaseLogits, divergence as divergence_of, perplexity
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.quant.encode import ENCODABLE, ROUNDED, quantize

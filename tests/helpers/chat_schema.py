@@ -14,8 +14,7 @@ import msgspec
 
 from localllm.options.declared import Sampling, declared
 from localllm.server import page
-from localllm.tui.chat import export
-from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat import export, settings as chat_settings
 from localllm.tui.chat.conversation import ChatMessage
 
 PATH = Path(page.__file__).with_name("chat_schema.js")

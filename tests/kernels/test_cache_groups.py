@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from localllm.errors import KernelError
-from localllm.kernels import graph as g
-from localllm.kernels import operations
+from localllm.kernels import graph as g, operations
 from localllm.kernels.backend import Batch, Step, check_cache
 from localllm.kernels.graph import Graph, Matrix, Rope
 from localllm.kernels.split import graph_part

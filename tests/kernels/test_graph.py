@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from localllm.errors import KernelError
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.buffers import ALIGNMENT, Buffer, assign
 from localllm.kernels.graph import Graph, Matrix, Rope, Tensor
 from localllm.kernels.reference import ReferenceBackend

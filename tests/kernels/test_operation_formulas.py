@@ -21,8 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels import graph as g
-from localllm.kernels import operations
+from localllm.kernels import graph as g, operations
 from localllm.kernels.backend import Batch
 from localllm.kernels.graph import CacheType, Graph, HeadNorm, KVCache, Matrix, PositionScale, Rope
 from localllm.kernels.operations.dense import HEAD_GATES, UNGATED

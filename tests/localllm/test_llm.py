@@ -15,8 +15,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import localllm
 from localllm import LLM, Sampling, Stream

@@ -23,8 +23,7 @@ from localllm.kernels.cpu.weights import CPUWeightLoader
 from localllm.kernels.reference import ReferenceBackend
 from localllm.loading.load import LoadOptions, plan_file
 from localllm.models.registry import read_model
-from localllm.quantize import plan as quantization_plan
-from localllm.quantize import run
+from localllm.quantize import plan as quantization_plan, run
 from tests.helpers.checkpoints import write_safetensors
 from tests.helpers.drafting import GREEDY, PROMPT, check_texts
 from tests.helpers.engines import in_engine

@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from localllm.errors import StoreError
 from localllm.tui.chat.conversation import Attachment, ChatMessage, Conversation, ReplyStats, Window

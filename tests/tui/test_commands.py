@@ -13,8 +13,7 @@ import pytest
 
 from localllm.errors import LocalLLMError, StoreError, UsageError
 from localllm.tui import commands
-from localllm.tui.chat import attachments
-from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat import attachments, settings as chat_settings
 from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.chat.events import ContextFull, ContextTrimmed, Event, Turn
 from localllm.tui.chat.session import ChatSession

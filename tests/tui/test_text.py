@@ -7,8 +7,7 @@ import sys
 import unicodedata
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from localllm.tui import text
 from localllm.tui.text import escape_controls, spelled_out

@@ -26,8 +26,7 @@ from localllm import web
 from localllm.errors import SettingsError, UsageError
 from localllm.tui.chat import mcp_servers
 from localllm.tui.chat.attachments import command_output
-from localllm.tui.chat.conversation import CallRecord as Called
-from localllm.tui.chat.conversation import ReplyStats
+from localllm.tui.chat.conversation import CallRecord as Called, ReplyStats
 from localllm.tui.chat.events import ChatWarning, Event, ToolApprovalRequest, Turn
 from localllm.tui.chat.export import from_json, to_json, to_markdown
 from localllm.tui.chat.session import ChatSession

@@ -20,8 +20,7 @@ from localllm.chat.conversation import ToolCall
 from localllm.chat.reply import ReplyParser
 from localllm.chat.thinking import Piece, opening_tag, split
 from localllm.errors import StoreError, UsageError
-from localllm.tui.chat import events
-from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat import events, settings as chat_settings
 from localllm.tui.chat.attachments import Attached, attach
 from localllm.tui.chat.context import ChatModel, ContextTrimmer, name_of, texts_alone, tokens_of_media, whole_prompt
 from localllm.tui.chat.conversation import (

@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.argument_types import model_file as model_name
-from localllm.cli.argument_types import numbers, whole
+from localllm.cli.argument_types import model_file as model_name, numbers, whole
 from localllm.cli.defaults import apply_settings, load_options, model_file
 from localllm.cli.machine_warnings import disturbance, too_many_threads
 from localllm.cli.parser import HIDDEN, Command, flag, several

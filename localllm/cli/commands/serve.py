@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, Any
 from localllm.catalog.hub_names import DEMO, HubName
 from localllm.cli.argument_types import model_file, on_or_off, whole
 from localllm.cli.commands.generate import describe, generation_options
-from localllm.cli.defaults import apply_settings, chat_template, load_options, template_variables
-from localllm.cli.defaults import model_file as find_model
+from localllm.cli.defaults import (
+    apply_settings,
+    chat_template,
+    load_options,
+    model_file as find_model,
+    template_variables,
+)
 from localllm.cli.local_server import KEY_VARIABLE
 from localllm.cli.parser import LEFT_OUT, Command, flag, parser_of, several
 from localllm.cli.presets import apply_preset, ollama_preset, read_presets

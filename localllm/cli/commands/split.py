@@ -16,8 +16,7 @@ from localllm.errors import path_text
 def run(arguments: argparse.Namespace) -> None:
     from localllm.catalog.demo import demo_path
     from localllm.gguf import GGUFFile
-    from localllm.quantize import plan, split_files
-    from localllm.quantize import run as write
+    from localllm.quantize import plan, run as write, split_files
 
     apply_settings(arguments)
     with GGUFFile.open(arguments.model or demo_path()) as file:

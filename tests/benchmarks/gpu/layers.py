@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.backend import HostOutput
 from localllm.kernels.cuda.profile import Profiler, watching
 from localllm.kernels.graph import Graph, Matrix, Rope

@@ -23,8 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from localllm.kernels import graph as g
-from localllm.kernels import operations as ops
+from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.backend import Batch
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cache import PAGE, CUDACache

@@ -12,8 +12,7 @@ import pytest
 
 from localllm.errors import KernelError
 from localllm.kernels.backend import HostOutput, Step
-from localllm.kernels.cuda import calls, cupy_driver
-from localllm.kernels.cuda import step as steps
+from localllm.kernels.cuda import calls, cupy_driver, step as steps
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.calls import Inputs
 from localllm.kernels.graph import Matrix

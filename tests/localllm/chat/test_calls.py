@@ -8,8 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from localllm.chat.calls.argument_types import ArgumentTypes
 from localllm.chat.calls.detection import ARGUMENTS, NAME, detected_format

@@ -8,8 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from localllm import console as terminal
 from localllm.console import LoadStatus, StatusLine, quantity, short_count, visible, visible_line

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
@@ -24,8 +23,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from localllm.engine import cache as cache_module
-from localllm.engine import saved_prompts
+from localllm.engine import cache as cache_module, saved_prompts
 from localllm.engine.cache import CachedSequence, PagedCache, common_prefix
 from localllm.engine.snapshots import NONE, Block
 from localllm.errors import PromptCacheError

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from localllm.engine import cache as cache_module
-from localllm.engine import runner as runner_module
+from localllm.engine import cache as cache_module, runner as runner_module
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages, n_states
 from localllm.loading.devices import Device, open_devices
 from tests.helpers.hybrid import N_VOCAB, hybrid

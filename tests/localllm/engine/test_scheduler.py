@@ -7,8 +7,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from localllm.engine.request import BACKGROUND_DELAY_S, Request

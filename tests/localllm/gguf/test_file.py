@@ -12,12 +12,10 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from localllm.errors import ClosedError, GGUFError
-from localllm.gguf import GGUFFile, StringArray
-from localllm.gguf import strings as strings_module
+from localllm.gguf import GGUFFile, StringArray, strings as strings_module
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from tests.helpers.data import shared_data
 from tests.helpers.gguf_writer import (

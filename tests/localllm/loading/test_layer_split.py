@@ -7,8 +7,7 @@ from itertools import combinations_with_replacement, pairwise
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from localllm.errors import NotEnoughMemoryError, UsageError
 from localllm.loading.layer_split import LayerRange, in_proportion, plan_layers

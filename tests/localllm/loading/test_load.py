@@ -16,8 +16,7 @@ import pytest
 
 import localllm
 from localllm.errors import GGUFError, ModelError, TokenizerError
-from localllm.kernels.cpu import backend as cpu_backend
-from localllm.kernels.cpu import host
+from localllm.kernels.cpu import backend as cpu_backend, host
 from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.thread_choice import ThreadChoice
 from localllm.llm import LLM

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from localllm.errors import LocalLLMError
 from localllm.sampling import Choice, Sampler, Sampling, make_sampler

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from localllm.sampling import candidates as steps
 from localllm.sampling.candidates import AdaptiveP, Candidates, Mirostat2

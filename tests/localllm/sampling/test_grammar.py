@@ -17,8 +17,7 @@ from llguidance import LLTokenizer
 import localllm
 from localllm import LLM, GrammarError, Sampling, UsageError
 from localllm.engine.drafting.cost import StepCost
-from localllm.sampling import grammar as grammar_module
-from localllm.sampling import make_sampler
+from localllm.sampling import grammar as grammar_module, make_sampler
 from localllm.sampling.constraint import Constraint
 from localllm.sampling.grammar import Grammars, check_grammar
 from localllm.tokenizer import Tokenizer

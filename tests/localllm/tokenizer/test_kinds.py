@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from localllm.errors import TokenizerError
 from localllm.tokenizer import Tokenizer

@@ -10,8 +10,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from localllm.tokenizer import encoders
 from localllm.tokenizer.encoders import cuts_words, text_segments, word_splitter

@@ -24,10 +24,16 @@ from localllm.models.encoders.registry import PROJECTORS, read_encoder
 from localllm.models.encoders.sounds import RATE, log_mel, mel_filters
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import write_tokenizer
-from tests.models.encoders.families import FAMILIES as VISION_FAMILIES
-from tests.models.encoders.families import GEMMA_4, TEXT, picture, processor_of, torch, transformers
-from tests.models.encoders.test_seeing import check_logits, loading, logits
-from tests.models.encoders.test_seeing import messages as image_messages
+from tests.models.encoders.families import (
+    FAMILIES as VISION_FAMILIES,
+    GEMMA_4,
+    TEXT,
+    picture,
+    processor_of,
+    torch,
+    transformers,
+)
+from tests.models.encoders.test_seeing import check_logits, loading, logits, messages as image_messages
 from tests.models.encoders.test_transformers import encoded
 
 Samples = NDArray[np.float32]

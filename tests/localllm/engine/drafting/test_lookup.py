@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LONGEST, SHORTEST, LookupDrafter, NGramIndex, continuation
