@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from re import (
-    _constants as sre,  # type: ignore[attr-defined]
-    _parser as sre_parser,  # type: ignore[attr-defined]
-)
+from re import _constants as sre, _parser as sre_parser  # type: ignore[attr-defined]
 from typing import Any
 
 #: Comments, strings, regular expressions and names of terminals in a Lark grammar.

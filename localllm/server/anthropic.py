@@ -80,7 +80,8 @@ def _job(body: MessagesRequest) -> GenerationJob:
     hosted = [tool.name for tool in body.tools or [] if tool.input_schema is None]
     one_call = bool((body.tool_choice or {}).get("disable_parallel_tool_use"))
     skipped: list[str] = []
-    messages, more = _messages(body, skipped), {"hosted_tools": hosted, "skipped": skipped}
+    messages = _messages(body, skipped)
+    more: dict[str, Any] = {"hosted_tools": hosted, "skipped": skipped}
     return body.chat_job(options, messages, tools, body.tool_choice, one_call=one_call, **more)
 
 

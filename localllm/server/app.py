@@ -116,7 +116,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/api/v1/models",), lm_studio.models_v1, None),
     ("POST", ("/api/v1/models/load",), lm_studio.load, lm_studio.LoadRequest),
     ("POST", ("/api/v1/models/unload",), lm_studio.unload, lm_studio.UnloadRequest),
-    ("POST", ("/api/v1/chat",), lm_studio.chat, lm_studio.ChatRequest),
+    ("POST", ("/api/v1/chat",), lm_studio.chat, lm_studio.StudioChatRequest),
     ("GET", ("/health", "/v1/health"), llamacpp.health, None),
     ("GET", ("/props",), llamacpp.props, None),
     ("GET", ("/slots",), llamacpp.slots, None),

@@ -114,7 +114,7 @@ async def unload(request: Request, dispatcher: Dispatcher, body: UnloadRequest) 
 # -- Chats ---------------------------------------------------------------------------------------------------------
 
 
-class ChatRequest(GenerationFields, kw_only=True):
+class StudioChatRequest(GenerationFields, kw_only=True):
     input: str | list[dict[str, Any]]
     system_prompt: str | None = None
     max_tokens: int | None = msgspec.field(name="max_output_tokens", default=None)
@@ -122,7 +122,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     store: bool | None = None
 
 
-def _job(body: ChatRequest, before: list[Message]) -> GenerationJob:
+def _job(body: StudioChatRequest, before: list[Message]) -> GenerationJob:
     parts = [{"type": "text", "text": body.input}] if isinstance(body.input, str) else body.input
     content = [_part(part) for part in parts]
     messages = [*before, read_message(len(before), {"role": "user", "content": content})]
@@ -138,7 +138,7 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
     return {"type": "text", "text": part.get("content", part.get("text"))}
 
 
-async def chat(request: Request, dispatcher: Dispatcher, body: ChatRequest) -> Response:
+async def chat(request: Request, dispatcher: Dispatcher, body: StudioChatRequest) -> Response:
     before: list[Message] = []
     if body.previous_response_id:
         get = dispatcher.responses.get
@@ -149,10 +149,10 @@ async def chat(request: Request, dispatcher: Dispatcher, body: ChatRequest) -> R
     return await respond(request, dispatcher, body, partial(_job, before=before), _Writer)
 
 
-class _Writer(ReplyWriter[ChatRequest]):
+class _Writer(ReplyWriter[StudioChatRequest]):
     """Collects the output of a chat, and builds the lines of its stream."""
 
-    def __init__(self, pending: PendingReplies, body: ChatRequest) -> None:
+    def __init__(self, pending: PendingReplies, body: StudioChatRequest) -> None:
         super().__init__(pending, body)
         self._id = None if body.store is False else new_id("resp_")  # of the stored response
         self._output: list[dict[str, Any]] = []

@@ -32,7 +32,7 @@ _SEARCH = {"query": {"type": "string"}}
 
 
 @dataclass(frozen=True)
-class Tool:
+class ItemTool:
     """A tool of a request, as a function for the model."""
 
     function: dict[str, Any]  # in the format of OpenAI's chat API
@@ -45,7 +45,7 @@ class Tool:
 class Tools:
     """The tools of a request by the names of their functions."""
 
-    by_name: dict[str, Tool] = field(default_factory=dict)
+    by_name: dict[str, ItemTool] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)  # types and names of tools that only OpenAI's server runs
 
     def add(self, tools: object, namespace: str = "") -> None:
@@ -115,7 +115,7 @@ def flat_name(namespace: str, name: object) -> str:
     return f"{namespace}{separator}{name}"
 
 
-def _tool(tool_type: object, tool: Mapping[str, Any], namespace: str) -> Tool | None:
+def _tool(tool_type: object, tool: Mapping[str, Any], namespace: str) -> ItemTool | None:
     """Return a tool; None if only OpenAI's server can run it."""
     if tool_type in ("function", "custom"):
         name = tool.get("name")
@@ -126,7 +126,7 @@ def _tool(tool_type: object, tool: Mapping[str, Any], namespace: str) -> Tool | 
             function = {"description": _description(tool), "parameters": _object({"input": {"type": "string"}})}
         function["name"] = flat_name(namespace, name)
         call_type = "function_call" if tool_type == "function" else "custom_tool_call"
-        return Tool({"type": "function", "function": function}, name, call_type, namespace)
+        return ItemTool({"type": "function", "function": function}, name, call_type, namespace)
     if tool_type == "local_shell":
         return _built_in("local_shell", "Run a program on the user's computer.", _object(_LOCAL_SHELL, "command"))
     if tool_type == "shell":
@@ -137,9 +137,9 @@ def _tool(tool_type: object, tool: Mapping[str, Any], namespace: str) -> Tool | 
     return None
 
 
-def _built_in(name: str, description: str, parameters: dict[str, Any]) -> Tool:
+def _built_in(name: str, description: str, parameters: dict[str, Any]) -> ItemTool:
     function = {"name": name, "description": description, "parameters": parameters}
-    return Tool({"type": "function", "function": function}, name, f"{name}_call")
+    return ItemTool({"type": "function", "function": function}, name, f"{name}_call")
 
 
 def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
