@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from re import _constants as sre, _parser as sre_parser  # type: ignore[attr-defined]
 from typing import Any
 
-#: Comments, strings, regular expressions and names of terminals in a Lark grammar.
+#: Comments, strings, regular expressions and names in a Lark grammar.
 _TOKEN = re.compile(
     r'(?P<comment>//[^\n]*)|(?P<string>"(?:[^"\\\n]|\\.)*")(?P<case>i?)'
-    r"|/(?![/*])(?P<pattern>(?:[^/\\\n]|\\.)+)/(?P<flags>[imslux]*)|\b(?P<name>[A-Z][A-Z0-9_]*)\b"
+    r"|/(?![/*])(?P<pattern>(?:[^/\\\n]|\\.)+)/(?P<flags>[imslux]*)|(?<![%\w])(?P<name>[A-Za-z_]\w*)"
 )
 #: Imports of Lark's standard library.
 _IMPORT = re.compile(r"^[ \t]*%import[ \t]+common\.(\w+)(?:[ \t]*->[ \t]*(\w+))?[ \t]*$", re.MULTILINE)
@@ -49,8 +49,12 @@ _CATEGORIES = {
 }
 
 
-def escaped_grammar(lark: str) -> str:
+def escaped_grammar(lark: str, prefix: str = "") -> str:
     """Return a Lark grammar of the texts that ``lark`` matches, escaped as in JSON strings.
+
+    Args:
+        lark: the grammar, whose first rule is ``start``.
+        prefix: added to the names of all rules.
 
     Raises:
         ValueError: a regular expression is not valid, or looks around or back.
@@ -58,7 +62,8 @@ def escaped_grammar(lark: str) -> str:
 
     def rewrite(match: re.Match[str]) -> str:
         if match["name"]:
-            return f"t_{match['name'].lower()}"  # a rule, not a terminal
+            terminal = "t_" if match["name"].isupper() else ""  # becomes a rule
+            return f"{prefix}{terminal}{match['name'].lower()}"
         if match["string"]:
             return rule_of(re.escape(json.loads(match["string"])), match["case"])
         return rule_of(match["pattern"], match["flags"]) if match["pattern"] else ""

@@ -219,6 +219,10 @@ class GenerationFields(_Options):
         return self.job(options, messages=messages, reply_start=reply_start, **more)
 
 
+#: Keys of functions that templates do not get.
+_NOT_SHOWN = ("strict", "input_grammar")
+
+
 @dataclass(frozen=True)
 class GenerationJob:
     """A generation to run, with the library's names and types."""
@@ -245,7 +249,7 @@ class GenerationJob:
         """Return the arguments of `LLM.stream_chat`, without options.  Sets ``warnings``."""
         messages = self.messages or []
         tools = [
-            {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+            {**tool, "function": {name: value for name, value in tool["function"].items() if name not in _NOT_SHOWN}}
             for tool in self.tools
         ]
         self.warnings.clear()

@@ -15,6 +15,7 @@ from typing import Any
 
 from localllm.chat.conversation import Message, ToolCall, read_calls, read_message
 from localllm.errors import UsageError, quoted
+from localllm.options.declared import Sampling
 
 #: Parameters of tools that the API defines without a schema.
 _TEXT_LIST = {"type": "array", "items": {"type": "string"}}
@@ -123,7 +124,7 @@ def _tool(tool_type: object, tool: Mapping[str, Any], namespace: str) -> ItemToo
             raise UsageError(f"a tool of type {tool_type} has no name: give it one")
         function = {key: value for key, value in tool.items() if key != "type"}
         if tool_type == "custom":
-            function = {"description": _description(tool), "parameters": _object({"input": {"type": "string"}})}
+            function = _custom_function(tool)
         function["name"] = flat_name(namespace, name)
         call_type = "function_call" if tool_type == "function" else "custom_tool_call"
         return ItemTool({"type": "function", "function": function}, name, call_type, namespace)
@@ -147,14 +148,21 @@ def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(required or properties)}
 
 
-def _description(tool: Mapping[str, Any]) -> str:
-    """Return a custom tool's description, with the grammar of its input."""
+def _custom_function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a custom tool as a function, with the grammar of its input.  Raises UsageError for a faulty grammar."""
+    function: dict[str, Any] = {"parameters": _object({"input": {"type": "string"}})}
     description, input_format = str(tool.get("description") or ""), tool.get("format")
-    if not isinstance(input_format, Mapping) or input_format.get("type", "text") == "text":
-        return description
-    grammar = input_format.get("grammar", input_format)
-    syntax, definition = grammar.get("syntax", "lark"), grammar.get("definition", "")
-    return f"{description}\n\nThe input matches this {syntax} grammar:\n{definition}".strip()
+    if isinstance(input_format, Mapping) and input_format.get("type", "text") != "text":
+        grammar = input_format["grammar"] if isinstance(input_format.get("grammar"), Mapping) else input_format
+        syntax, definition = grammar.get("syntax", "lark"), grammar.get("definition")
+        if syntax not in ("lark", "regex") or not isinstance(definition, str):
+            raise UsageError(f"the format of the tool {quoted(tool['name'])} needs a lark or regex grammar")
+        from localllm.sampling.grammar import check_grammar  # imported here because it imports llguidance
+
+        check_grammar(Sampling(grammar=definition) if syntax == "lark" else Sampling(regex=definition))
+        function["input_grammar"] = [syntax, definition]
+        description = f"{description}\n\nThe input matches this {syntax} grammar:\n{definition}".strip()
+    return {"description": description, **function}
 
 
 # -- Input ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ schemas; text is free between and after calls.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm.chat.calls.declaration import Arguments, CallFormat, PythonArguments
-from localllm.chat.calls.values import Rules, Schema, UnwritableError, arguments_rule, flexible, literal
+from localllm.chat.calls.values import Rules, Schema, UnwritableError, arguments_rule, flexible, input_rule, literal
 from localllm.chat.thinking import CALL
 from localllm.errors import UsageError
 
@@ -128,7 +129,10 @@ def call_grammar(
                     "use only letters, digits, '_', '-' and '.'"
                 )
     schemas = json.dumps(
-        [{"name": name, "parameters": f.get("parameters")} for name, f in zip(names, functions, strict=True)]
+        [
+            {"name": name, "parameters": f.get("parameters"), "input_grammar": f.get("input_grammar")}
+            for name, f in zip(names, functions, strict=True)
+        ]
     )
     return CallGrammar(call_format, schemas, _openings(call_format, names), must_call, one_call or must_call)
 
@@ -176,7 +180,8 @@ def _calls(form: CallFormat, functions: Sequence[Mapping[str, Any]], rules: Rule
         n_left -= len(json.dumps(parameters))
         written_name = json.dumps(name)[1:-1] if is_json else name
         head = f"{_terminals(before, is_json)} {literal(written_name)} {_terminals(after, is_json)}"
-        arguments = _arguments(form.arguments, parameters if n_left >= 0 else None, rules, enforced)
+        grammar = function["input_grammar"]
+        arguments = _arguments(form.arguments, parameters if n_left >= 0 else None, grammar, rules, enforced)
         calls.append(f"{rules.add(head.strip(), is_terminal=True)} {arguments} {flexible(form.tail)}")
     return rules.add(" | ".join(calls))
 
@@ -188,8 +193,14 @@ def _terminals(text: str, is_json: bool) -> str:
     )
 
 
-def _arguments(form: Arguments, parameters: Any, rules: Rules, enforced: Enforced) -> str:
-    """Return a rule for the arguments of a tool. All arguments are allowed if its schema cannot be enforced."""
+def _arguments(form: Arguments, parameters: Any, grammar: Any, rules: Rules, enforced: Enforced) -> str:
+    """Return a rule for the arguments of a tool. All arguments are allowed if its schema cannot be enforced.
+
+    ``grammar``: syntax and definition of the input of a custom tool; None for other tools.
+    """
+    if grammar is not None:
+        with contextlib.suppress(ValueError):
+            return input_rule(form, *grammar, rules)
     any_object = {"type": "object"}
     parameters = parameters if isinstance(parameters, dict) else any_object
     try:

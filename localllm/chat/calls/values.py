@@ -18,6 +18,7 @@ from localllm.chat.calls.declaration import (
     PythonArguments,
     TaggedArguments,
 )
+from localllm.sampling.json_strings import escaped_grammar, rule_of
 
 #: llguidance's options for schemas. JSON is on one line, because a model that may write white space between values
 #: may write it endlessly. Unknown parts of a schema are warnings, not errors.
@@ -88,6 +89,15 @@ class Rules:
     def define(self, name: str, expression: str) -> None:
         self._rules[int(name[1:])] = f"{name}: {expression}"
 
+    def include(self, grammar: str) -> None:
+        """Add a grammar's rules, whose names start with `new_prefix`."""
+        self._rules.append(grammar)
+
+    @property
+    def new_prefix(self) -> str:
+        """A start for the names of further rules."""
+        return f"g{len(self._rules)}_"
+
     def lazy(self, end: str, text: str = _ANY_TEXT) -> str:
         """Return a rule for text up to and including its first ``end``."""
         return self.add(f"{text} {end}", options="[lazy]")
@@ -131,6 +141,26 @@ def arguments_rule(form: Arguments, parameters: Any, schema: Schema, rules: Rule
     if isinstance(form, NestedArguments):
         return _NestedValues(rules, definitions, form.mark).arguments(schema)
     return _TaggedValues(rules, definitions, form, ArgumentTypes(parameters)).arguments(schema)
+
+
+def input_rule(form: Arguments, syntax: str, definition: str, rules: Rules) -> str:
+    """Return the expression of the arguments of a custom tool, ``{"input": TEXT}``.
+
+    Args:
+        syntax, definition: grammar of the text, "lark" or "regex".
+
+    Raises:
+        UnwritableError: the form has no JSON strings.
+    """
+    if not isinstance(form, JSONArguments) or form.quote != '"':
+        raise UnwritableError("its input is not in a JSON string")
+    if syntax == "regex":
+        text = rules.add(rule_of(definition))
+    else:
+        prefix = rules.new_prefix
+        rules.include(escaped_grammar(definition, prefix))
+        text = f"{prefix}start"
+    return f'"{{" {literal(json.dumps("input"))} ":" " "? {literal(chr(34))} {text} {literal(chr(34))} "}}"'
 
 
 class _Values:

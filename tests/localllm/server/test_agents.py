@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, scripted, serving
+from tests.helpers.http_server import CALLS_TEMPLATE, TOOLS_TEMPLATE, Serving, demo, scripted, serving
 
 HI = {"role": "user", "content": "hi"}
 
@@ -134,6 +135,28 @@ def test_a_tool_that_is_not_a_function_can_be_forced(actor: Serving) -> None:
     (item,) = post(actor, "/v1/responses", body).json()["output"]
     assert (item["type"], item["name"]) == ("custom_tool_call", "apply_patch")
     assert isinstance(item["input"], str)
+
+
+GRAMMARS = {
+    "lark": 'start: begin line{2} "*** \\"End\\""\nbegin: "*** Begin" LF\n'
+    'line: "+" /[a-c"]{1,3}/ LF\n%import common.LF',
+    "regex": r'[a-c]{2}\n"[d-f]{3}',
+}
+MATCHING = {"lark": r'\*\*\* Begin\n(\+[a-c"]{1,3}\n){2}\*\*\* "End"', "regex": GRAMMARS["regex"]}
+
+
+@pytest.mark.parametrize("syntax", GRAMMARS)
+def test_the_input_of_a_custom_tool_follows_its_grammar(syntax: str) -> None:
+    tool = {**PATCH, "format": {"type": "grammar", "syntax": syntax, "definition": GRAMMARS[syntax]}}
+    body = {"model": "demo", "input": "hi", "tools": [tool], "tool_choice": "required", "seed": 1}
+    with serving(demo(chat_template=CALLS_TEMPLATE)) as server:
+        (item,) = post(server, "/v1/responses", {**body, "max_output_tokens": 200}).json()["output"]
+        assert item["type"] == "custom_tool_call"
+        assert re.fullmatch(MATCHING[syntax], item["input"])
+        tool["format"]["definition"] = "start: ("
+        refused = post(server, "/v1/responses", body)
+        assert refused.status_code == 400
+        assert "grammar" in refused.text or "regex" in refused.text
 
 
 def test_a_stored_response_keeps_the_form_of_its_calls(actor: Serving) -> None:
