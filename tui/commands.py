@@ -659,6 +659,7 @@ COMMANDS = [
     SlashCommand("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
                  "list the tools that the model may call, or switch them on", _tools, title="Tools"),
     SlashCommand("allow", "[no|once|chat|always]", "answer a request to use a tool", None, (), "Allow a tool", "f3"),
+    SlashCommand("answer", "", "end the thinking of the reply, and let it answer", None, (), "Answer now", "f8"),
     SlashCommand("editor", "", "write the message in $EDITOR", None, (), "Write in your editor", "ctrl+e"),
     SlashCommand("save", "[TITLE]", "show where this chat is saved, and name it", _telling(_save)),
     SlashCommand("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),

@@ -95,6 +95,7 @@ class FakeModel:
     gate: threading.Event | None = None
     ending: str = "assistant:"
     asked: list[Asked] = field(default_factory=list)
+    n_ended_reasonings: int = 0
     _cache: list[str] = field(default_factory=list)
 
     closed = False
@@ -181,6 +182,9 @@ class FakeStream:
 
     def cancel(self) -> None:
         self._cancelled.set()
+
+    def end_reasoning(self) -> None:
+        self._model.n_ended_reasonings += 1
 
     def close(self) -> None:
         self._ended = True

@@ -99,6 +99,21 @@ async def test_the_history_recalls_earlier_input(tmp_path: Path) -> None:
     assert PromptHistory(path).load() == ["first", "second", "/stats"]
 
 
+async def test_a_key_ends_the_thinking() -> None:
+    model = AppModel(["<think>hm hm</think>So."], gate=(steps := Steps()))
+    async with chatting(setup(model)) as chat:
+        await chat.press("f8")
+        await chat.hears("no reply is being written")
+        await chat.say("why")
+        steps.allow(1)
+        await chat.sees("thinking")
+        await chat.press("f8")
+        await chat.until(lambda: model.n_ended_reasonings)
+        steps.set()
+        await chat.rest()
+        assert model.n_ended_reasonings == 1
+
+
 async def test_esc_stops_a_reply_and_keeps_its_text() -> None:
     model = AppModel(["one two three four five", "six seven"], gate=(steps := Steps()))
     async with chatting(setup(model)) as chat:

@@ -178,6 +178,12 @@ class ScreenUI(commands.UI):
             raise UsageError(f"answer with {', '.join(PERMISSIONS)}")
         request.answer(cast(Permission, answer))
 
+    async def on_answer(self, argument: str) -> None:
+        turn = self._session.turn
+        if turn is None or (stream := turn.stream) is None:
+            raise UsageError("no reply is being written")
+        stream.end_reasoning()
+
     async def on_model(self, argument: str) -> None:
         await self._models.choose()
 
