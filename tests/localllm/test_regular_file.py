@@ -14,7 +14,7 @@ from localllm.files import read_text
 from localllm.regular_file import open_regular, read_regular
 from tests.helpers.command_line import run_main
 
-pytestmark = pytest.mark.posix(reason="Windows restricts links and has no named pipes")
+pytestmark = pytest.mark.posix("Windows restricts links and has no named pipes")
 
 
 def test_pipes_and_devices_are_not_opened(tmp_path: Path) -> None:

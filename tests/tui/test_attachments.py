@@ -159,7 +159,7 @@ PDF = (
 )
 
 
-@pytest.mark.posix(reason="symbolic links need privileges on Windows")
+@pytest.mark.posix("symbolic links need privileges on Windows")
 def test_links_out_of_a_folder_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "docs").mkdir()

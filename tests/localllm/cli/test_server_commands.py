@@ -121,7 +121,7 @@ def test_rm_leaves_files_of_other_programs(
     assert blob.exists()
 
 
-@pytest.mark.posix(reason="links need privileges on Windows")
+@pytest.mark.posix("links need privileges on Windows")
 def test_rm_removes_blobs_of_the_hubs_cache(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

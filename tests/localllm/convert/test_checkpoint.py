@@ -456,7 +456,7 @@ def test_numbers_that_files_have_as_floats_are_floats_also_where_the_configurati
 FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
 
 
-@pytest.mark.posix(reason="Windows has no named pipes")
+@pytest.mark.posix("Windows has no named pipes")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", [*FILES, "model.safetensors.index.json"])
 def test_pipes_of_a_folder_are_not_waited_for(tmp_path: Path, name: str) -> None:
@@ -467,7 +467,7 @@ def test_pipes_of_a_folder_are_not_waited_for(tmp_path: Path, name: str) -> None
         convert(folder, tmp_path / "out.gguf")
 
 
-@pytest.mark.posix(reason="links need privileges on Windows")
+@pytest.mark.posix("links need privileges on Windows")
 @pytest.mark.parametrize("name", FILES)
 def test_links_out_of_a_folder_are_not_followed(tmp_path: Path, name: str) -> None:
     folder = write_checkpoint(tmp_path / "a")
@@ -479,7 +479,7 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path: Path, name: str) -> No
         convert(folder, tmp_path / "out.gguf")
 
 
-@pytest.mark.posix(reason="links need privileges on Windows")
+@pytest.mark.posix("links need privileges on Windows")
 def test_a_snapshot_of_the_hubs_cache_is_converted(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "c0ffee"
     write_checkpoint(blobs)

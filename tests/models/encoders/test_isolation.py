@@ -149,7 +149,7 @@ def test_a_worker_that_crashes_is_replaced(pool: isolation._Pool) -> None:
     assert isolation.decode(decoders.worker_pid, b"", "x").info["pid"] != pid
 
 
-@pytest.mark.linux(reason="other systems do not limit the address space of a process")
+@pytest.mark.linux("other systems do not limit the address space of a process")
 def test_memory_is_limited(pool: isolation._Pool) -> None:
     with pytest.raises(UsageError, match="takes too much memory"):
         isolation.decode(decoders.use_memory, b"", "x", 16 << 30)
