@@ -25,7 +25,7 @@ from tests.helpers.requests import GREEDY, Results, finish, nearly_right, result
 class SlowGrammar:
     """A grammar that allows every token, with a delay."""
 
-    is_complete = False
+    is_complete = is_free = False
 
     def __init__(self, *, may_answer: bool = True, error: Exception | None = None, seconds: float = 0.0) -> None:
         self.begun, self.may_answer = threading.Event(), threading.Event()

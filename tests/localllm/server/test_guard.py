@@ -123,10 +123,13 @@ NEEDED = {
     "/v1/reranking": "query",
     "/tokenize": "content", "/detokenize": "tokens", "/audio/transcriptions": "file",
     "/v1/audio/transcriptions": "file",
+    "/api/v0/chat/completions": "messages", "/api/v0/completions": "prompt", "/api/v0/embeddings": "input",
+    "/api/v1/chat": "input", "/api/v1/models/load": "model", "/api/v1/models/unload": "instance_id",
+    "/models/load": "model", "/models/unload": "model", "/v1/chat/completions/control": "id",
 }  # fmt: skip
 #: Ollama's clients load a model with an empty request; the other paths neither read nor write text.
 NEED_NOTHING = {"/api/chat", "/api/generate", "/api/show", "/api/pull", "/slots/{id}", "/lora-adapters"}
-NEED_NOTHING |= {"/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}"}
+NEED_NOTHING |= {"/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}", "/unload"}
 
 
 def test_every_path_is_known_to_need_a_text_or_not() -> None:
