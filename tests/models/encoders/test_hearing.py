@@ -305,7 +305,7 @@ def forward(family: Any, ids: list[int], sounds: list[Samples]) -> NDArray[np.fl
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("device", "bound"), [("reference", 1e-3), ("cpu", 5e-3)])
+@pytest.mark.parametrize(("device", "bound"), [("reference", 1.5e-3), ("cpu", 5e-3)])  # caches in float16
 def test_logits_are_those_of_transformers(hearing: Any, name: str, device: str, bound: float) -> None:
     (family, llm), chunked = hearing(name, device), hearing(name, device, 16)[1]
     sounds = [sound(1.9), sound(0.7, 500.0)]
