@@ -1134,7 +1134,7 @@ class LLM:
     def _reasoning_limit(
         self, checked: CheckedOptions, splitter: ThinkingSplitter | None, prompt_ids: Sequence[int]
     ) -> ReasoningLimit | None:
-        """Return what ends the reasoning of a chat's reply, or of a text with a ``reasoning_budget``."""
+        """Return the limit of a chat's reply, or of a text with ``reasoning_budget``; None for other texts."""
         if splitter is None and checked.reasoning_budget is None:
             return None
         from localllm.chat.thinking import ThinkingSplitter, opening_tag

@@ -127,7 +127,7 @@ class ChatTemplate:
 
     @property
     def capabilities(self) -> dict[str, bool]:
-        """What the template supports, under llama.cpp's names."""
+        """Features of the template, under llama.cpp's names."""
         return self._rendering.capabilities(self.reads("tools"))
 
     def used_for(self, variables: Mapping[str, object]) -> ChatTemplate:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -230,7 +231,7 @@ def _print_steps(arguments: argparse.Namespace, agent: Agent, models: list[dict[
         entry = selected_model(arguments, models)
         model, context = entry["id"], entry["meta"]["n_ctx"] or context
         print(f"# Use the server at {_url(arguments)} with the model {visible_line(model)}.")
-    key = f"${KEY_VARIABLE}" if key_of(arguments) else NO_KEY
+    key = _KEY if key_of(arguments) else NO_KEY
     folder = os.path.join(gettempdir(), f"localllm-{arguments.agent}")
     connection = Connection(_url(arguments), model, key, context, folder)
     steps = steps_of(agent, connection, arguments.forwarded)
@@ -240,12 +241,28 @@ def _print_steps(arguments: argparse.Namespace, agent: Agent, models: list[dict[
         print(f"# Remove {folder} after {agent.title} has ended.")
 
 
+#: Stands for the key in a dry run.
+_KEY = f"${KEY_VARIABLE}"
+
+
+def _with_key(text: str, *, quotes: bool = False) -> str:
+    """Return text in which a POSIX shell replaces only the variable of the key."""
+    special = r'([\\`$"])' if quotes else r"([\\`$])"
+    return _KEY.join(re.sub(special, r"\\\1", piece) for piece in text.split(_KEY))
+
+
 def shell_lines(steps: Steps) -> list[str]:
     """Return shell commands that do the same as a launch with a running server, and the settings to copy."""
     lines = []
     for folder in dict.fromkeys(path.parent for path in steps.files):
-        lines.append(join_command(["mkdir", "-p", "-m", "700", str(folder)]))
+        lines.append(join_command(["mkdir", "-m", "700", str(folder)]))  # fails for a folder of another user
     for path, text in steps.files.items():
-        lines += [f"cat > {join_command([str(path)])} <<'END'", text.rstrip("\n"), "END"]
-    lines += [set_variable(name, join_command([value])) for name, value in steps.environment.items()]
+        has_key = _KEY in text
+        end = "END" if has_key else "'END'"
+        text = _with_key(text) if has_key else text
+        lines += [f"cat > {join_command([str(path)])} <<{end}", text.rstrip("\n"), "END"]
+    for name, value in steps.environment.items():
+        if value != _KEY or name != KEY_VARIABLE:  # otherwise it is set already
+            shown = f'"{_with_key(value, quotes=True)}"' if _KEY in value else join_command([value])
+            lines.append(set_variable(name, shown))
     return [*lines, *steps.settings.splitlines(), *([join_command(steps.command)] if steps.command else [])]

@@ -50,7 +50,7 @@ def running_models(arguments: argparse.Namespace) -> list[dict[str, Any]] | None
         is_here = False
     try:
         models: list[dict[str, Any]] = ask(arguments, "/v1/models", seconds=_LIST_SECONDS)["data"]
-        is_ours = all(model["owned_by"] == "localllm" for model in models)
+        is_ours = bool(models) and all(model["owned_by"] == "localllm" for model in models)
     except (KeyError, TypeError):
         is_ours = False
     except LocalLLMError as error:

@@ -304,6 +304,8 @@ def _read_tokenizer(path: Path, is_wrong: bool = False) -> Any:
         raise
     except BaseException as error:  # the library has no error type, and its panics are not an Exception
         raise TokenizerError(f"{path_text(path)} cannot be read ({error!s:.100}): download it again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     if is_wrong:
         tokenizer.pre_tokenizer = _with_bytes(PRE_TOKENIZERS["tekken"])
     return tokenizer

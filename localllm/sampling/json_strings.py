@@ -9,14 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from re import _constants as sre, _parser as sre_parser  # type: ignore[attr-defined]
 from typing import Any
 
 #: Comments, strings, regular expressions and names in a Lark grammar.
 _TOKEN = re.compile(
-    r'(?P<comment>//[^\n]*)|(?P<string>"(?:[^"\\\n]|\\.)*")(?P<case>i?)'
-    r"|/(?![/*])(?P<pattern>(?:[^/\\\n]|\\.)+)/(?P<flags>[imslux]*)|(?<![%\w])(?P<name>[A-Za-z_]\w*)"
+    r'(?P<comment>//[^\n]*+)|(?P<string>"(?:[^"\\\n]++|\\.)*+)(?P<end>"?)(?P<case>i?)'
+    r"|/(?![/*])(?P<pattern>(?:[^/\\\n]++|\\.)++)(?P<slash>/?)(?P<flags>[imslux]*)|(?<![%\w])(?P<name>[A-Za-z_]\w*+)"
 )
+#: Parts of a grammar that would change the grammar around it, or that `rule_of` cannot express.
+_REFUSED = re.compile(r"%(?!import\b)\w+|\"\s*\.\.\s*\"")
+#: Operators of classes, and names of classes, in Rust's patterns; Python has none.
+_RUST_CLASSES = re.compile(r"&&|--|~~|\[:")
 #: Imports of Lark's standard library.
 _IMPORT = re.compile(r"^[ \t]*%import[ \t]+common\.(\w+)(?:[ \t]*->[ \t]*(\w+))?[ \t]*$", re.MULTILINE)
 _COMMON = {
@@ -64,16 +69,23 @@ def escaped_grammar(lark: str, prefix: str = "") -> str:
         if match["name"]:
             terminal = "t_" if match["name"].isupper() else ""  # becomes a rule
             return f"{prefix}{terminal}{match['name'].lower()}"
+        if match["comment"]:
+            return ""
+        if not (match["end"] or match["slash"]):
+            raise ValueError("a string or a pattern has no end")
         if match["string"]:
-            return rule_of(re.escape(json.loads(match["string"])), match["case"])
-        return rule_of(match["pattern"], match["flags"]) if match["pattern"] else ""
+            return rule_of(re.escape(json.loads(match["string"] + '"')), match["case"])
+        return rule_of(match["pattern"], match["flags"])
 
     def imported(match: re.Match[str]) -> str:
         if match[1] not in _COMMON:
             raise ValueError(f"%import common.{match[1]} is not supported: write the terminal's pattern")
         return f"{match[2] or match[1]}: /{_COMMON[match[1]]}/"
 
-    return _TOKEN.sub(rewrite, _IMPORT.sub(imported, lark))
+    lark = _IMPORT.sub(imported, lark)
+    if found := _REFUSED.search(lark):
+        raise ValueError(f"{found[0]} is not supported in a grammar of text inside JSON")
+    return _TOKEN.sub(rewrite, lark)
 
 
 def rule_of(pattern: str, flags: str = "") -> str:
@@ -81,6 +93,8 @@ def rule_of(pattern: str, flags: str = "") -> str:
 
     ``flags``: of ``/pattern/flags``.
     """
+    if _RUST_CLASSES.search(pattern):
+        raise ValueError(f"the pattern {pattern!r:.80} combines classes: write one class")
     used = sum({getattr(re, flag.upper()) for flag in flags if flag in "imsx"})
     try:
         parsed = sre_parser.parse(pattern, used)
@@ -110,7 +124,8 @@ def _written(items: Iterable[tuple[Any, Any]], flags: re.RegexFlag) -> Iterator[
         elif operator is sre.BRANCH:
             yield "( " + " | ".join(_sequence(branch, flags) for branch in value[1]) + " )"
         elif operator is sre.SUBPATTERN:
-            yield _sequence(value[3], flags)
+            _, added, removed, inner = value
+            yield _sequence(inner, (flags | added) & ~removed)
         elif operator in (sre.MAX_REPEAT, sre.MIN_REPEAT):
             least, most, repeated = value
             bounds = f"{{{least},{'' if most is sre.MAXREPEAT else most}}}"
@@ -132,6 +147,7 @@ def _member(item: tuple[Any, Any]) -> str:
     return _in_class(value) if operator is sre.LITERAL else _CATEGORIES[value]
 
 
+@lru_cache(4096)
 def _class(source: str, flags: re.RegexFlag) -> str:
     """Return a terminal for one character of a class: itself, or its escape."""
     matches = re.compile(source, flags & re.IGNORECASE).fullmatch

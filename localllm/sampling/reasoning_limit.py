@@ -1,4 +1,4 @@
-"""Ends a reply's reasoning after a number of tokens, or at the reader's request."""
+"""Limits the number of reasoning tokens of a reply."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections import deque
 from localllm.chat.thinking import ThinkingSplitter
 from localllm.tokenizer import Tokenizer
 
+#: Most tokens that are read together, so that `ReasoningLimit.end` delays no step.
+_MAX_UNREAD = 256
+
 
 class ReasoningLimit:
-    """The tokens that end the reasoning of one reply, once it is too long."""
+    """Forces the tokens that close the reasoning of one reply, after ``budget`` tokens or `end`."""
 
     def __init__(
         self, splitter: ThinkingSplitter, tokenizer: Tokenizer, budget: int | None = None, message: str = ""
@@ -41,6 +44,8 @@ class ReasoningLimit:
             self._forced.popleft()
         elif not self._is_over:
             self._unread.append(id_)
+            if len(self._unread) >= _MAX_UNREAD:
+                self._read()
 
     @property
     def next_id(self) -> int | None:

@@ -237,7 +237,9 @@ class Sampler:
         return Choice(chosen_id if self._choose is None else self._choose(Candidates(ids, logits))[0])
 
     def _forced_id(self) -> int | None:
-        return None if self.reasoning is None else self.reasoning.next_id
+        """Return the token that must follow to end the reasoning; None if any, or if the grammar has another end."""
+        id_ = None if self.reasoning is None else self.reasoning.next_id
+        return id_ if id_ is None or self._constraint is None or self._constraint.allows(id_) else None
 
     def accept(self, id_: int) -> None:
         """Append a token to the history that penalties, DRY and processors use."""

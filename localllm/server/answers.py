@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
@@ -211,11 +212,12 @@ class GenerationFields(_Options):
         tools: Tools | None,
         choice: object,
         goes_on: bool | None = None,
+        grammars: Mapping[str, Any] = MappingProxyType({}),
         **more: Any,
     ) -> GenerationJob:
         """Return the job of a chat.  ``goes_on``: see `split_reply_start`."""
         messages, reply_start = split_reply_start(messages, goes_on)
-        more |= offer_tools(tools, choice)
+        more |= offer_tools(tools, choice, grammars)
         return self.job(options, messages=messages, reply_start=reply_start, **more)
 
 
@@ -459,9 +461,16 @@ def constrain_to_format(options: dict[str, Any], name: str, format_type: str, sc
         constrain(options, schema)
 
 
-def offer_tools(tools: Tools | None, choice: object) -> dict[str, Any]:
-    """Return the fields of a `GenerationJob` for tools."""
+def offer_tools(
+    tools: Tools | None, choice: object, grammars: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the fields of a `GenerationJob` for tools.  ``grammars``: of the input of custom tools, by name."""
     selection = choose_tools(tools, choice)
+    for tool in selection.offered:
+        function = tool["function"]
+        function.pop("input_grammar", None)  # clients cannot set it
+        if function["name"] in grammars:
+            function["input_grammar"] = grammars[function["name"]]
     return {"tools": selection.offered, "forced": selection.forced}
 
 

@@ -33,8 +33,8 @@ MAX_DIGITS = 100
 #: Limits of one form: parts, and bytes of a part's header or of the Content-Type, whose parser takes quadratic time.
 MAX_PARTS, MAX_HEADER = 100, 2048
 
-#: The first bytes of a PDF file in base64.  Reading its text takes long.
-_PDF = b"JVBERi0"
+#: Types of objects whose reading is slow: files, such as PDF, and grammars of tools.
+_SLOW = frozenset(("file", "input_file", "document", "grammar"))
 
 #: Bytes of a body between two checks for cancellation.
 _CHUNK = 1 << 20
@@ -92,7 +92,23 @@ def _decoded(body: bytes, packing: str, limit: int, form: str = "") -> tuple[Any
     if len(body) > LONG_REQUEST:
         _check_json(body)
     check_nesting(body)
-    return _decode_json(body), len(body) > LONG_REQUEST or _PDF in body
+    value = _decode_json(body)
+    return value, len(body) > LONG_REQUEST or _has_slow_part(value)
+
+
+def _has_slow_part(value: Any) -> bool:
+    """Return whether a JSON value has an object of a type in `_SLOW`."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            kind = item.get("type")
+            if isinstance(kind, str) and kind in _SLOW:
+                return True
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+    return False
 
 
 def _float(text: str) -> float:

@@ -76,7 +76,7 @@ def _model_v1(served: ServedModel) -> dict[str, Any]:
         "format": "gguf",
         "capabilities": {
             "vision": "image" in served.modalities,
-            "trained_for_tool_use": llm is not None and llm.writes_text and llm.chat_template.reads("tools"),
+            "trained_for_tool_use": served.props.get("chat_template_caps", {}).get("supports_tools", False),
         },
     }
 
@@ -106,7 +106,7 @@ async def load(request: Request, dispatcher: Dispatcher, body: LoadRequest) -> R
 
 
 async def unload(request: Request, dispatcher: Dispatcher, body: UnloadRequest) -> Response:
-    served = dispatcher.models.find(body.instance_id)
+    served = dispatcher.models.named(body.instance_id)
     await dispatcher.models.unload(served)
     return json_response({"instance_id": served.name})
 

@@ -18,7 +18,7 @@ from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, event, json_response
 from localllm.server.models import ServedModel
 
-#: Seconds between two looks at the models' states.
+#: Seconds between polls of the models' states.
 _POLL_S = 0.2
 
 
@@ -28,19 +28,19 @@ class ModelName(msgspec.Struct):
 
 async def load(request: Request, dispatcher: Dispatcher, body: ModelName) -> Response:
     """Start loading a model.  ``/models/sse`` reports the progress, and ``/v1/models`` the state."""
-    dispatcher.models.begin_load(dispatcher.models.find(body.model))
+    dispatcher.models.begin_load(dispatcher.models.named(body.model))
     return json_response({"success": True})
 
 
 async def unload(request: Request, dispatcher: Dispatcher, body: ModelName) -> Response:
     """Unload a model, which ends its requests."""
-    await dispatcher.models.unload(dispatcher.models.find(body.model))
+    await dispatcher.models.unload(dispatcher.models.named(body.model))
     return json_response({"success": True})
 
 
 async def unload_all(request: Request, dispatcher: Dispatcher) -> Response:
-    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise HTTPError(403, "pages of other sites cannot unload models: open the address yourself")
+    if request.method != "POST" and "mozilla" in request.headers.get("user-agent", "").lower():
+        raise HTTPError(403, "browsers cannot unload models by an address, which any page can contain: send a POST")
     for served in list(dispatcher.models.served.values()):
         await dispatcher.models.unload(served)
     return PlainTextResponse("OK")

@@ -180,6 +180,12 @@ class Models:
             )
         return model
 
+    def named(self, name: str) -> ServedModel:
+        """Return the model with exactly this name.  Raises UnknownModelError."""
+        if not self.has(name):
+            raise UnknownModelError(f"there is no model {name!r:.80} here: /v1/models lists the models")
+        return self.find(name)
+
     def has(self, name: str | None) -> bool:
         """Return whether a model has exactly this name."""
         return _key(name or "") in self._by_key

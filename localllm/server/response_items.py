@@ -40,6 +40,7 @@ class ItemTool:
     name: str  # in items
     call_type: str = "function_call"  # type of its items
     namespace: str = ""
+    grammar: tuple[str, str] | None = None  # of a custom tool's input: syntax and definition
 
 
 @dataclass
@@ -66,18 +67,24 @@ class Tools:
     def functions(self) -> list[dict[str, Any]]:
         return [tool.function for tool in self.by_name.values()]
 
+    @property
+    def grammars(self) -> dict[str, tuple[str, str]]:
+        """The grammars of custom tools, by the names of their functions."""
+        return {name: tool.grammar for name, tool in self.by_name.items() if tool.grammar is not None}
+
     def choice(self, choice: object) -> object:
         """Return a ``tool_choice`` with the names of functions."""
         if not isinstance(choice, Mapping):
             return choice
         if choice.get("type") == "allowed_tools":
-            return {**choice, "tools": [self.choice(tool) for tool in choice.get("tools") or ()]}
+            listed = choice.get("tools")
+            return {**choice, "tools": [self.choice(tool) for tool in listed]} if isinstance(listed, list) else choice
         if choice.get("type") in (None, "function", "custom"):
             name = choice.get("name")
             return (
                 {"type": "function", "name": flat_name(str(choice.get("namespace") or ""), name)} if name else choice
             )
-        is_offered = choice.get("type") in self.by_name
+        is_offered = isinstance(choice["type"], str) and choice["type"] in self.by_name
         return {"type": "function", "name": choice["type"]} if is_offered else choice
 
     def item(self, call: ToolCall) -> dict[str, Any]:
@@ -92,7 +99,7 @@ class Tools:
         elif call_type == "custom_tool_call":
             item |= {"name": name, "input": str(values.get("input", ""))}
         elif call_type == "local_shell_call":
-            item["action"] = {"type": "exec", "command": [], "env": {}, **values}
+            item["action"] = {"command": [], "env": {}, **values, "type": "exec"}
         elif call_type == "shell_call":
             item["action"] = {"commands": [], **values}
         else:
@@ -123,11 +130,16 @@ def _tool(tool_type: object, tool: Mapping[str, Any], namespace: str) -> ItemToo
         if not isinstance(name, str) or not name:
             raise UsageError(f"a tool of type {tool_type} has no name: give it one")
         function = {key: value for key, value in tool.items() if key != "type"}
+        grammar = None
         if tool_type == "custom":
-            function = _custom_function(tool)
+            grammar = _grammar(tool)
+            function = {
+                "description": _description(tool, grammar),
+                "parameters": _object({"input": {"type": "string"}}),
+            }
         function["name"] = flat_name(namespace, name)
         call_type = "function_call" if tool_type == "function" else "custom_tool_call"
-        return ItemTool({"type": "function", "function": function}, name, call_type, namespace)
+        return ItemTool({"type": "function", "function": function}, name, call_type, namespace, grammar)
     if tool_type == "local_shell":
         return _built_in("local_shell", "Run a program on the user's computer.", _object(_LOCAL_SHELL, "command"))
     if tool_type == "shell":
@@ -148,21 +160,26 @@ def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(required or properties)}
 
 
-def _custom_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a custom tool as a function, with the grammar of its input.  Raises UsageError for a faulty grammar."""
-    function: dict[str, Any] = {"parameters": _object({"input": {"type": "string"}})}
-    description, input_format = str(tool.get("description") or ""), tool.get("format")
-    if isinstance(input_format, Mapping) and input_format.get("type", "text") != "text":
-        grammar = input_format["grammar"] if isinstance(input_format.get("grammar"), Mapping) else input_format
-        syntax, definition = grammar.get("syntax", "lark"), grammar.get("definition")
-        if syntax not in ("lark", "regex") or not isinstance(definition, str):
-            raise UsageError(f"the format of the tool {quoted(tool['name'])} needs a lark or regex grammar")
-        from localllm.sampling.grammar import check_grammar  # imported here because it imports llguidance
+def _grammar(tool: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return syntax and definition of a custom tool's grammar, if any.  Raises UsageError for a faulty grammar."""
+    input_format = tool.get("format")
+    if not isinstance(input_format, Mapping) or input_format.get("type", "text") == "text":
+        return None
+    grammar = input_format["grammar"] if isinstance(input_format.get("grammar"), Mapping) else input_format
+    syntax, definition = grammar.get("syntax", "lark"), grammar.get("definition")
+    if syntax not in ("lark", "regex") or not isinstance(definition, str):
+        raise UsageError(f"the format of the tool {quoted(tool['name'])} needs a lark or regex grammar")
+    from localllm.sampling.grammar import check_grammar  # imported here because it imports llguidance
 
-        check_grammar(Sampling(grammar=definition) if syntax == "lark" else Sampling(regex=definition))
-        function["input_grammar"] = [syntax, definition]
-        description = f"{description}\n\nThe input matches this {syntax} grammar:\n{definition}".strip()
-    return {"description": description, **function}
+    check_grammar(Sampling(grammar=definition) if syntax == "lark" else Sampling(regex=definition))
+    return syntax, definition
+
+
+def _description(tool: Mapping[str, Any], grammar: tuple[str, str] | None) -> str:
+    description = str(tool.get("description") or "")
+    if grammar is None:
+        return description
+    return f"{description}\n\nThe input matches this {grammar[0]} grammar:\n{grammar[1]}".strip()
 
 
 # -- Input ---------------------------------------------------------------------------------------------------------
@@ -197,7 +214,8 @@ def _read(number: int, item: Mapping[str, Any], tools: Tools, skipped: list[str]
     elif item_type == "reasoning":
         # Encrypted reasoning of another server has no text.
         parts = item.get("content") or item.get("summary") or []
-        reasoning = "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+        listed = parts if isinstance(parts, list) else [{"text": parts}]
+        reasoning = "".join(str(part.get("text", "")) for part in listed if isinstance(part, Mapping))
         if reasoning:
             yield Message("assistant", reasoning=reasoning)
     elif item_type == "additional_tools":
@@ -215,7 +233,8 @@ def _read(number: int, item: Mapping[str, Any], tools: Tools, skipped: list[str]
         output = item.get("output")
         if item_type == "tool_search_output":
             tools.add(item.get("tools"))
-            output = json.dumps([tool.get("name") for tool in item.get("tools") or () if isinstance(tool, Mapping)])
+            listed = item["tools"] if isinstance(item.get("tools"), list) else []
+            output = json.dumps([tool.get("name") for tool in listed if isinstance(tool, Mapping)])
         elif item_type == "shell_call_output":
             output = _shell_output(output)
         result = {"role": "tool", "tool_call_id": item.get("call_id") or item.get("id"), "content": output}
@@ -244,7 +263,8 @@ def _action(name: str) -> Callable[[Mapping[str, Any]], tuple[object, object]]:
     def read(item: Mapping[str, Any]) -> tuple[object, object]:
         action = item.get("action") or item.get("operation")
         values = action if isinstance(action, Mapping) else {}
-        return name, {key: value for key, value in values.items() if value not in (None, {}, "exec")}
+        omitted = "type" if name == "local_shell" else ""
+        return name, {key: value for key, value in values.items() if key != omitted and value not in (None, {})}
 
     return read
 

@@ -92,7 +92,9 @@ def _job(body: ResponsesRequest, before: list[Message], tools: Tools) -> Generat
         messages = [Message("system", (body.instructions,)), *messages]
     choice, one_call = tools.choice(body.tool_choice), body.parallel_tool_calls is False
     more: dict[str, Any] = {"hosted_tools": tools.left_out, "skipped": skipped}
-    return body.chat_job(options, messages, tools.functions, choice, one_call=one_call, **more)
+    return body.chat_job(
+        options, messages, tools.functions, choice, one_call=one_call, grammars=tools.grammars, **more
+    )
 
 
 async def _stored(request: Request, dispatcher: Dispatcher, id_: str) -> StoredResponse:

@@ -181,7 +181,10 @@ def _calls(form: CallFormat, functions: Sequence[Mapping[str, Any]], rules: Rule
         written_name = json.dumps(name)[1:-1] if is_json else name
         head = f"{_terminals(before, is_json)} {literal(written_name)} {_terminals(after, is_json)}"
         grammar = function["input_grammar"]
-        arguments = _arguments(form.arguments, parameters if n_left >= 0 else None, grammar, rules, enforced)
+        n_left -= 25 * len(grammar[1]) if grammar else 0  # escaping lengthens it
+        if n_left < 0:
+            parameters = grammar = None
+        arguments = _arguments(form.arguments, parameters, grammar, rules, enforced)
         calls.append(f"{rules.add(head.strip(), is_terminal=True)} {arguments} {flexible(form.tail)}")
     return rules.add(" | ".join(calls))
 
@@ -200,7 +203,8 @@ def _arguments(form: Arguments, parameters: Any, grammar: Any, rules: Rules, enf
     """
     if grammar is not None:
         with contextlib.suppress(ValueError):
-            return input_rule(form, *grammar, rules)
+            syntax, definition = grammar
+            return input_rule(form, syntax, definition, rules)
     any_object = {"type": "object"}
     parameters = parameters if isinstance(parameters, dict) else any_object
     try:

@@ -158,7 +158,10 @@ def input_rule(form: Arguments, syntax: str, definition: str, rules: Rules) -> s
         text = rules.add(rule_of(definition))
     else:
         prefix = rules.new_prefix
-        rules.include(escaped_grammar(definition, prefix))
+        escaped = escaped_grammar(definition, prefix)
+        if llguidance.LLMatcher.validate_grammar(f"start: {prefix}start\n{escaped}"):
+            raise UnwritableError("its grammar cannot be escaped")
+        rules.include(escaped)
         text = f"{prefix}start"
     return f'"{{" {literal(json.dumps("input"))} ":" " "? {literal(chr(34))} {text} {literal(chr(34))} "}}"'
 

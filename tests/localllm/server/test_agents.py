@@ -468,7 +468,7 @@ def test_models_are_loaded_unloaded_and_watched() -> None:
         assert events[0]["data"]["status"] in ("unloaded", "loading")
         assert httpx.get(f"{server.url}/running").json() == {"running": []}
         assert server.llm
-        refused = httpx.get(f"{server.url}/unload", headers={"Sec-Fetch-Site": "cross-site"})
+        refused = httpx.get(f"{server.url}/unload", headers={"User-Agent": "Mozilla/5.0"})
         assert refused.status_code == 403
         assert httpx.get(f"{server.url}/unload").text == "OK"
         assert server.models.served["demo"].llm is None
