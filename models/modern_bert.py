@@ -11,18 +11,23 @@ from typing import Any
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, layer_norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import encoder_keys, unscaled
+from localllm.models.hf_convert import encoder_keys, unscaled, window_pattern
 from localllm.models.rope import make_local_rope, make_rope
+
+#: By default, the first of this many layers has no window.
+_PERIOD = 3
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
+    pattern, period = window_pattern(config), getattr(config, "global_attn_every_n_layers", None)
+    is_periodic = pattern == [bool(i % (period or _PERIOD)) for i in range(len(pattern))]
     return (
         encoder_keys(config)
         | unscaled(config)
         | {
             "attention.layer_norm_epsilon": config.norm_eps,
             "attention.sliding_window": config.local_attention,
-            "attention.sliding_window_pattern": getattr(config, "global_attn_every_n_layers", None),
+            "attention.sliding_window_pattern": period if is_periodic else pattern,
             "hidden_activation": getattr(config, "hidden_activation", None),
             "vocab_size": config.vocab_size,
         }
@@ -38,7 +43,7 @@ def record(m: Header) -> Graph:
     windows = m.windows(period=1)
     if not isinstance(period, list | tuple):
         window = meta.read("attention.sliding_window", int, 0, low=0, high=(1 << 32) - 1)
-        windows = tuple(window if i % (period or 3) else None for i in range(m.config.n_layers))
+        windows = tuple(window if i % (period or _PERIOD) else None for i in range(m.config.n_layers))
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         y, window = x, windows[at.number]

@@ -41,6 +41,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "rope.freq_base": None,
         "rope.scaling.finetuned": False,
         "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,  # rms_norm_eps has no effect
         "attention.head_count_kv": of("attention", config.num_key_value_heads),
         "ssm.conv_kernel": config.conv_kernel,
         "ssm.state_size": config.ssm_state_size,

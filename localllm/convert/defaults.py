@@ -61,7 +61,7 @@ _REMOTE: dict[str, dict[str, Any]] = {
         "normalize_qk_projections": True, "rope_freq_constant": 10_000,
     },
     "orion": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-    "PanguEmbedded": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+    "PanguEmbedded": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 16_000_000.0},
     "qwen": {"layer_norm_epsilon": 1e-6, "rotary_emb_base": 10_000, "rotary_pct": 1.0},
     "xverse": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
 }

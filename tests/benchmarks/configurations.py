@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from localllm.convert import Checkpoint, MmprojCheckpoint
+from localllm.convert.defaults import DEFAULTS
 from localllm.convert.settings import read_json
 from localllm.errors import LocalLLMError
 from localllm.loading.devices import open_devices
@@ -194,6 +195,9 @@ class TinyModel(TinyCheckpoint):
         self.state = {key: value.clone() for key, value in self.model.state_dict().items()}
         self.original = signature(self._converted(self.released))
         self.expected = self._computed(self.model)
+        # A released class outside of transformers has other defaults than the class that computes the output.
+        released_type = self.released["model_type"]
+        self._defaults = {} if released_type == self.entry.model_type else DEFAULTS.get(released_type, {})
         kind = type(self.model.config)
         names = getattr(kind, "attribute_map", {}).items()
         paths = [path for path in _paths(config) if not path[0].startswith("vision")]
@@ -223,7 +227,7 @@ class TinyModel(TinyCheckpoint):
 
         entry = self.entry
         try:
-            settings = type(self.model.config).from_dict(copy.deepcopy(rewriting.values))
+            settings = type(self.model.config).from_dict(self._defaults | copy.deepcopy(rewriting.values))
             _tie_like(settings, self.model.config)
             kind = getattr(transformers, entry.auto)
             make = kind.from_config if entry.auto.startswith("Auto") else kind._from_config

@@ -540,7 +540,10 @@ def as_deci(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, 
 def as_orion(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Convert a StableLM that rotates whole heads."""
     kind = {"model_type": "orion", "architectures": ["OrionForCausalLM"]}
-    return config | kind | {"rms_norm_eps": config["layer_norm_eps"], "layer_norm_eps": None}, tensors
+    rope = dict(config["rope_parameters"])
+    del rope["partial_rotary_factor"]  # Orion has no such setting; StableLM's default is 0.25
+    changes = {"rope_parameters": rope, "rms_norm_eps": config["layer_norm_eps"], "layer_norm_eps": None}
+    return config | kind | changes, tensors
 
 
 def as_deepseek_v4(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -761,14 +764,6 @@ def fall_with_distance(model: Any) -> None:
         return forward(ids, attention_mask=-slopes[None, :, None, None] * distances)
 
     model.forward = fallen
-
-
-def see_both_ways(model: Any) -> None:
-    """Attend to all tokens, like embedding models made from causal models."""
-    import torch
-
-    forward, model.config.is_causal = model.forward, False
-    model.forward = lambda ids: forward(ids, attention_mask=torch.zeros(1, 1, ids.shape[1], ids.shape[1]))
 
 
 def norm_and_place(model: Any) -> None:
@@ -1272,7 +1267,7 @@ ENCODERS: dict[str, Tiny] = {
         TINY["gemma3"].config | {"sliding_window": 9, "use_bidirectional_attention": True},
         auto="AutoModel",
     ),
-    "qwen2-embedding": Tiny("qwen2", "qwen2", auto="AutoModel", change=see_both_ways),
+    "qwen2-embedding": Tiny("qwen2", "qwen2", {"is_causal": False}, auto="AutoModel"),
     "qwen3-embedding": Tiny("qwen3", "qwen3", auto="AutoModel"),
     "t5": Tiny("t5", "t5encoder", T5, auto="T5EncoderModel"),
     "t5-gated": Tiny("t5", "t5encoder", T5 | {"feed_forward_proj": "gated-gelu"}, auto="T5EncoderModel"),

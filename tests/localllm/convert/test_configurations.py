@@ -45,24 +45,29 @@ def test_no_rewriting_gives_a_wrong_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rewriting"),
+    ("name", "rewriting", "expected"),
     [
-        ("gemma", "hidden_act = gelu"),  # which means the tanh form
-        ("mamba2", "layer_norm_epsilon = 1.5000000000000002e-05"),
-        ("mimo2", "rope_parameters.sliding_attention.partial_rotary_factor"),  # all of a head, then
-        ("mistral3", "rope_parameters.mscale"),  # without which mscale_all_dim means nothing
-        ("qwen4exp", "output_gate_type"),  # hidden_act, then
-        ("qwen4exp", "seed = 1235"),  # the factors are in the checkpoint
+        ("gemma", "hidden_act = gelu", "equal"),  # which means the tanh form
+        ("mamba2", "layer_norm_epsilon = 1.5000000000000002e-05", "transformers"),
+        ("mimo2", "rope_parameters.sliding_attention.partial_rotary_factor", "refused"),  # all of a head, then
+        ("mistral3", "rope_parameters.mscale", "transformers"),  # without which mscale_all_dim means nothing
+        ("modern-bert", "layer_types = ['sliding_attention', 'sliding_attention', 'full_attention',", "transformers"),
+        ("nemotron-h", "layer_norm_epsilon = 1.5000000000000002e-05", "transformers"),
+        ("nemotron-h", "rms_norm_eps = 1.5000000000000002e-05", "equal"),  # which has no effect
+        ("pangu-embedded", "rms_norm_eps", "equal"),  # the default is not Llama's
+        ("qwen2-embedding", "is_causal", "transformers"),
+        ("qwen4exp", "output_gate_type", "refused"),  # hidden_act, then
+        ("qwen4exp", "seed = 1235", "refused"),  # the factors are in the checkpoint
     ],
 )
-def test_rewritings_that_once_gave_a_wrong_model(name: str, rewriting: str, tmp_path: Path) -> None:
+def test_rewritings_that_once_gave_a_wrong_model(name: str, rewriting: str, expected: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs the extra 'reference'")
     pytest.importorskip("transformers", reason="needs the extra 'reference'")
     from tests.benchmarks.configurations import TinyModel, rewritings
 
     tiny = TinyModel(name, tmp_path)
     (found,) = (each for each in rewritings(tiny) if each.name == rewriting)
-    assert tiny.judged(found)[0] in (("equal",) if name == "gemma" else ("transformers", "refused"))
+    assert tiny.judged(found)[0] == expected
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mlp", "qwen2vl_merger"])
@@ -109,6 +114,7 @@ def test_heads_of_keys_are_by_default_as_many_as_heads(tmp_path: Path) -> None:
             {"rope_type": "longrope", "original_max_position_embeddings": 4096},
         ),
         ("mixtral", {}, {"rope_theta": 1e6}),
+        ("PanguEmbedded", {}, {"rope_theta": 1.6e7}),
         (
             "llama",
             {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
