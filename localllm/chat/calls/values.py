@@ -18,7 +18,7 @@ from localllm.chat.calls.declaration import (
     PythonArguments,
     TaggedArguments,
 )
-from localllm.sampling.json_strings import escaped_grammar, rule_of
+from localllm.chat.calls.json_strings import escaped_grammar, rule_of
 
 #: llguidance's options for schemas. JSON is on one line, because a model that may write white space between values
 #: may write it endlessly. Unknown parts of a schema are warnings, not errors.

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from localllm.sampling.json_strings import escaped_grammar, rule_of
+from localllm.chat.calls.json_strings import escaped_grammar, rule_of
 
 llguidance = pytest.importorskip("llguidance")
 
