@@ -149,7 +149,7 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
         raise _error(sampling, complaint, reason) from None
 
 
-@lru_cache(512)
+@lru_cache(64)  # a schema may have 256 KiB
 def _enforced_schema(text: str) -> Any:
     """Return the JSON schema of a tool's arguments in the form of `localllm.sampling.json_schema`.
 

@@ -256,8 +256,8 @@ class GenerationJob:
         ]
         self.warnings.clear()
         if self.hosted_tools:
-            left_out = ", ".join(self.hosted_tools)
-            self.warnings.append(f"only functions are called, so these tools were left out: {left_out}")
+            omitted = ", ".join(self.hosted_tools)
+            self.warnings.append(f"tools that only a provider's server can run were omitted: {omitted}")
         if self.skipped:
             omitted = ", ".join(dict.fromkeys(self.skipped))
             self.warnings.append(f"parts of unknown types were omitted: {omitted}")

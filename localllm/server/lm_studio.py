@@ -159,7 +159,7 @@ class _Writer(ReplyWriter[StudioChatRequest]):
 
     @property
     def is_long(self) -> bool:
-        return self._id is not None
+        return super().is_long or self._id is not None
 
     async def prepare(self, request: Request, dispatcher: Dispatcher) -> None:
         self._client, self._store = request.state.client, dispatcher.responses

@@ -1,7 +1,7 @@
 """Items of OpenAI's responses API: converted to messages, and tool calls converted to items.
 
 The API has tools that are not functions, such as custom tools and shells.  Models see every tool as a function.  A
-`Tools` object stores the type of item that clients expect for a call of each tool.
+`ToolItems` object stores the type of item that clients expect for a call of each tool.
 
 Sources: https://platform.openai.com/docs/api-reference/responses, and the types of the package ``openai``.
 """
@@ -44,7 +44,7 @@ class ItemTool:
 
 
 @dataclass
-class Tools:
+class ToolItems:
     """The tools of a request by the names of their functions."""
 
     by_name: dict[str, ItemTool] = field(default_factory=dict)
@@ -185,7 +185,7 @@ def _description(tool: Mapping[str, Any], grammar: tuple[str, str] | None) -> st
 # -- Input ---------------------------------------------------------------------------------------------------------
 
 
-def read_items(items: Iterable[Mapping[str, Any]], tools: Tools, skipped: list[str]) -> list[Message]:
+def read_items(items: Iterable[Mapping[str, Any]], tools: ToolItems, skipped: list[str]) -> list[Message]:
     """Convert items to messages.  Consecutive reasoning, text and tool calls become one assistant message.
 
     Args:
@@ -206,7 +206,7 @@ def read_items(items: Iterable[Mapping[str, Any]], tools: Tools, skipped: list[s
     return messages
 
 
-def _read(number: int, item: Mapping[str, Any], tools: Tools, skipped: list[str]) -> Iterator[Message]:
+def _read(number: int, item: Mapping[str, Any], tools: ToolItems, skipped: list[str]) -> Iterator[Message]:
     item_type = str(item.get("type") or ("message" if "role" in item else "item_reference"))
     if item_type == "message":
         content = {"role": item.get("role"), "content": item.get("content")}

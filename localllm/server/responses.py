@@ -33,7 +33,7 @@ from localllm.server.dispatcher import Dispatcher
 from localllm.server.endpoint import ReplyWriter, n_input_tokens, respond
 from localllm.server.http import HTTPError, event, json_response
 from localllm.server.openai import new_id, progress_json, timings_json, timings_so_far, warnings_json
-from localllm.server.response_items import Tools, read_items
+from localllm.server.response_items import ToolItems, read_items
 from localllm.server.response_store import StoredResponse
 
 
@@ -70,7 +70,7 @@ class ResponsesRequest(GenerationFields):
     background: bool | None = None
 
 
-def _job(body: ResponsesRequest, before: list[Message], tools: Tools) -> GenerationJob:
+def _job(body: ResponsesRequest, before: list[Message], tools: ToolItems) -> GenerationJob:
     """Return the job.  Adds the request's tools to ``tools``."""
     logprobs = body.top_logprobs
     if logprobs is None and "message.output_text.logprobs" in (body.include or ()):
@@ -102,7 +102,7 @@ async def _stored(request: Request, dispatcher: Dispatcher, id_: str) -> StoredR
 
 
 async def _reader(
-    request: Request, dispatcher: Dispatcher, body: ResponsesRequest, tools: Tools
+    request: Request, dispatcher: Dispatcher, body: ResponsesRequest, tools: ToolItems
 ) -> Callable[[ResponsesRequest], GenerationJob]:
     earlier = body.previous_response_id
     before = (await _stored(request, dispatcher, earlier)).conversation if earlier else []
@@ -110,20 +110,20 @@ async def _reader(
 
 
 async def responses(request: Request, dispatcher: Dispatcher, body: ResponsesRequest) -> Response:
-    tools = Tools()
+    tools = ToolItems()
     read = await _reader(request, dispatcher, body, tools)
     return await respond(request, dispatcher, body, read, partial(_ResponseWriter, tools=tools))
 
 
 async def input_tokens(request: Request, dispatcher: Dispatcher, body: ResponsesRequest) -> Response:
-    n_tokens = await n_input_tokens(request, dispatcher, body, await _reader(request, dispatcher, body, Tools()))
+    n_tokens = await n_input_tokens(request, dispatcher, body, await _reader(request, dispatcher, body, ToolItems()))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 async def input_items(request: Request, dispatcher: Dispatcher) -> Response:
     """List the input messages of a response as items."""
     stored = await _stored(request, dispatcher, request.path_params["id"])
-    tools = Tools()
+    tools = ToolItems()
     tools.add(stored.response.get("tools"))
     data = [
         {"id": f"msg_{stored.response['id'].removeprefix('resp_')}_{number}", **item}
@@ -141,7 +141,7 @@ def _media(media: Media) -> dict[str, Any]:
     return {"type": "input_image", "image_url": f"data:;base64,{data}", "detail": detail}
 
 
-def _items(message: Message, tools: Tools) -> Iterator[dict[str, Any]]:
+def _items(message: Message, tools: ToolItems) -> Iterator[dict[str, Any]]:
     """Convert a message to items, the inverse of `read_items`."""
     text_type = "output_text" if message.role == "assistant" else "input_text"
     content = [{"type": text_type, "text": part} if isinstance(part, str) else _media(part) for part in message.parts]
@@ -182,7 +182,7 @@ _Event = tuple[str, dict[str, Any]]
 class _ResponseWriter(ReplyWriter[ResponsesRequest]):
     """Builds the items of a response, and the events of its stream."""
 
-    def __init__(self, pending: PendingReplies, body: ResponsesRequest, tools: Tools) -> None:
+    def __init__(self, pending: PendingReplies, body: ResponsesRequest, tools: ToolItems) -> None:
         super().__init__(pending, body)
         self._tools = tools
         self._id, self._created = new_id("resp_"), time.time()

@@ -185,7 +185,7 @@ def test_fields_of_codex_are_accepted_and_skipped_items_are_warned_about(actor: 
     answer = post(actor, "/v1/responses", body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["warnings"] == [
-        "only functions are called, so these tools were left out: web_search",
+        "tools that only a provider's server can run were omitted: web_search",
         "parts of unknown types were omitted: ghost_snapshot, web_search_call",
     ]
     assert "localllm-ignored" not in " ".join(answer.headers).lower()

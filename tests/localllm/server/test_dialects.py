@@ -24,7 +24,7 @@ from localllm.loading.load import load_file
 from localllm.options.declared import LoadOptions
 from localllm.server import anthropic, llamacpp, ollama, openai, responses
 from localllm.server.answers import GenerationJob, split_reply_start
-from localllm.server.response_items import Tools
+from localllm.server.response_items import ToolItems
 from tests.helpers.http_server import Serving, serving
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
@@ -209,7 +209,7 @@ def claude(messages: Any, **more: Any) -> tuple[list[Message], str]:
 
 def response(messages: Any, **more: Any) -> tuple[list[Message], str]:
     body = messages if isinstance(messages, dict) else {"input": messages}
-    return of_job(responses._job(msgspec.convert({**body, **more}, responses.ResponsesRequest), [], Tools()))
+    return of_job(responses._job(msgspec.convert({**body, **more}, responses.ResponsesRequest), [], ToolItems()))
 
 
 def llama(messages: Any, **_: Any) -> tuple[list[Message], str]:
@@ -348,7 +348,7 @@ def test_what_was_thought_stays_in_its_turn() -> None:
 def test_messages_become_the_items_that_they_were_read_of(feature: str) -> None:
     messages, begun = response(RESPONSES[feature])
     messages = [replace(each, reasoning="") for each in messages]  # not stored in an item
-    read, again = response([item for each in messages for item in responses._items(each, Tools())])
+    read, again = response([item for each in messages for item in responses._items(each, ToolItems())])
     assert (with_shown(read), again) == (with_shown(messages), "")
     assert not begun or feature == "a reply that has begun"
 

@@ -344,7 +344,7 @@ def test_tools_of_a_providers_own_server_are_left_out_with_a_warning(
     answer = post(server, path, APIS[path] | {"tools": [tool], "stream": False})
     assert answer.status_code == 200, answer.text
     (said,) = answer.json()["warnings"]
-    assert said == "only functions are called, so these tools were left out: web_search"
+    assert said == "tools that only a provider's server can run were omitted: web_search"
 
 
 BERLIN = {"type": "object", "properties": {"city": {"enum": ["Berlin"]}}, "required": ["city"]}

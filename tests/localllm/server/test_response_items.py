@@ -9,13 +9,13 @@ import pytest
 
 from localllm.chat.conversation import Message, ToolCall
 from localllm.errors import UsageError
-from localllm.server.response_items import Tools, flat_name, read_items
+from localllm.server.response_items import ToolItems, flat_name, read_items
 
 CALL = {"call_id": "call_1"}
 
 
-def read(*items: dict[str, Any]) -> tuple[list[Message], Tools, list[str]]:
-    tools, skipped = Tools(), list[str]()
+def read(*items: dict[str, Any]) -> tuple[list[Message], ToolItems, list[str]]:
+    tools, skipped = ToolItems(), list[str]()
     return read_items(items, tools, skipped), tools, skipped
 
 
@@ -124,8 +124,8 @@ def test_names_of_namespaces() -> None:
     ]
 
 
-def all_tools() -> Tools:
-    tools = Tools()
+def all_tools() -> ToolItems:
+    tools = ToolItems()
     grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
     tools.add(
         [
@@ -159,7 +159,7 @@ def test_tools_are_functions_for_the_model() -> None:
     assert tools.choice({"type": "local_shell"}) == {"type": "function", "name": "local_shell"}
     for faulty in ({"type": "custom"}, {"name": ""}, 5):
         with pytest.raises(UsageError):
-            Tools().add([faulty])
+            ToolItems().add([faulty])
 
 
 @pytest.mark.parametrize(
