@@ -263,6 +263,7 @@ def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.
     monkeypatch.undo()
     store = Store(path)
     assert "colour" not in store._connection.execute("SELECT * FROM sessions").description
+    store.close()  # `undo` has also removed the patch of the fixture that closes databases
 
 
 def test_a_lock_is_reported_after_waiting(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
