@@ -162,8 +162,8 @@ def _importance(weights: npt.NDArray[np.floating] | None, n: int) -> Floats:
         return np.ones(n, np.float32)
     if weights.shape != (n,) or not np.isfinite(weights).all() or (weights < 0).any():
         raise ModelError(f"importance weights of rows of {n} values must be {n} finite numbers of at least 0")
-    mean = float(weights.mean(dtype=np.float64)) if n else 0.0
-    if mean == 0:
+    mean = weights.mean(dtype=np.float64).astype(weights.dtype) if n else 0.0
+    if mean == 0:  # possible for weights near the smallest number of their type
         return np.ones(n, np.float32)
     importance: Floats = np.maximum(weights / mean, 1e-5).astype(np.float32)
     return importance
