@@ -1,7 +1,7 @@
 """Arguments of kernels, passed by name.
 
 A kernel declares its parameters once: in the signature of its Python function (CPU), or in its ``.cu`` file (CUDA).
-Lowerings pass arguments by name.  `ordered` checks names and types, and puts the arguments in the declared order.
+Lowerings pass arguments by name.  `ordered` checks names and types, and sorts the arguments into the declared order.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from localllm.loading.load import LoadedModel, check_adapters, compile_template,
 from localllm.loading.model_info import ModelInfo
 from localllm.loading.progress import LoadPlan, default_progress
 from localllm.options.checks import check_keywords, mappings, text, token_ids, whole_number
-from localllm.options.declared import GRAMMARS, CheckedOptions, LoadOptions, declared, describes
+from localllm.options.declared import GRAMMARS, CheckedOptions, LoadOptions, Sampling, declared, describes
 from localllm.options.foreign_names import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.options.keywords import Options
 from localllm.options.types import LoadProgress, SplitMode
@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from localllm.chat.thinking import ThinkingSplitter
     from localllm.chat.tool_choice import ChosenTools
     from localllm.loading.media_encoder import MediaEncoder
-    from localllm.sampling.call_constraint import CallSearch
+    from localllm.sampling.call_constraint import CallConstraint, CallSearch
+    from localllm.sampling.constraint import Constraint
     from localllm.sampling.grammar import Grammars
     from localllm.sampling.reasoning_limit import ReasoningLimit
 
@@ -1093,17 +1094,12 @@ class LLM:
             raise ContextLengthError(len(ids), engine.context, *remedies, truncated=truncated)
         speculate = _drafting(checked, engine.drafts_by)
         text_of = text_ids(ids) if media.placed else ids
-        constraint = None
-        if calls is not None:
-            constraint = self._all_grammars(engine).call_constraint(*calls, text_of, template)
-        elif sampling.grammar_kind is not None:
-            constraint = self._all_grammars(engine).constraint(sampling, text_of, template)
         sampler = make_sampler(
             sampling,
             engine.n_vocab,
             prompt_ids=text_of,
             token_bytes=tokenizer.token_bytes,
-            constraint=constraint,
+            constraint=self._constraint(engine, sampling, calls, text_of, template),
             reasoning=self._reasoning_limit(checked, splitter, text_of),
         )
         make_request = partial(
@@ -1131,10 +1127,25 @@ class LLM:
             parser=parser,
         )
 
+    def _constraint(
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        calls: tuple[CallGrammar, CallSearch] | None,
+        prompt_ids: Sequence[int],
+        template: str,
+    ) -> Constraint | CallConstraint | None:
+        """Return the constraint of tool calls or of the settings' grammar; None without both."""
+        if calls is not None:
+            return self._all_grammars(engine).call_constraint(*calls, prompt_ids, template)
+        if sampling.grammar_kind is not None:
+            return self._all_grammars(engine).constraint(sampling, prompt_ids, template)
+        return None
+
     def _reasoning_limit(
         self, checked: CheckedOptions, splitter: ThinkingSplitter | None, prompt_ids: Sequence[int]
     ) -> ReasoningLimit | None:
-        """Return the limit of a chat's reply, or of a text with ``reasoning_budget``; None for other texts."""
+        """Return the limit of a chat's reply, or of any request with ``reasoning_budget``; otherwise None."""
         if splitter is None and checked.reasoning_budget is None:
             return None
         from localllm.chat.thinking import ThinkingSplitter, opening_tag

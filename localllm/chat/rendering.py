@@ -91,7 +91,7 @@ class Rendering:
         return {**{name: _SWITCHES[name][not on] for name in self._thinking_switches}, **variables}
 
     def capabilities(self, reads_tools: bool) -> dict[str, bool]:
-        """Return what the template supports, under llama.cpp's names (``common/jinja/caps.h``)."""
+        """Return the template's features under llama.cpp's names (``common/jinja/caps.h``)."""
         takes_calls = self._takes_calls
         return {
             "supports_string_content": self._takes_text,

@@ -241,12 +241,12 @@ def _print_steps(arguments: argparse.Namespace, agent: Agent, models: list[dict[
         print(f"# Remove {folder} after {agent.title} has ended.")
 
 
-#: Stands for the key in a dry run.
+#: Placeholder of the key in a dry run: the variable that contains it.
 _KEY = f"${KEY_VARIABLE}"
 
 
 def _with_key(text: str, *, quotes: bool = False) -> str:
-    """Return text in which a POSIX shell replaces only the variable of the key."""
+    """Escape text for a POSIX shell, except the variable of the key."""
     special = r'([\\`$"])' if quotes else r"([\\`$])"
     return _KEY.join(re.sub(special, r"\\\1", piece) for piece in text.split(_KEY))
 

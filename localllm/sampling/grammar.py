@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import llguidance
@@ -25,6 +25,7 @@ from localllm.chat.thinking import TAGS
 from localllm.errors import Argument, GrammarError, UsageError, warn
 from localllm.kernels import process
 from localllm.nesting import check_nesting, parse_json
+from localllm.parallel import in_thread
 from localllm.sampling.call_constraint import CallConstraint, CallSearch
 from localllm.sampling.constraint import Constraint, first_line
 from localllm.sampling.json_schema import enforceable_schema
@@ -306,7 +307,12 @@ class Grammars:
             if problem := matcher.result().get_error():
                 raise UsageError(f"the schemas of the tools cannot be enforced: {first_line(problem)}: simplify them")
             return self._constraint(matcher.result(), prompt_ids, template, TAGS)
-        return CallConstraint(start, search, self._tokenizer, lambda: self._texts)
+
+        def texts() -> Sequence[bytes]:
+            matcher.result()  # waits for `prepare`
+            return self._texts
+
+        return CallConstraint(start, search, self._tokenizer, texts)
 
     def _constraint(
         self, matcher: Any, prompt_ids: Sequence[int], template: str, tags: Mapping[str, str]
@@ -324,22 +330,16 @@ class Grammars:
         with self._lock:
             matcher = self._matchers.pop(key, None)
             if matcher is None:
-                matcher = Future()
-                threading.Thread(
-                    target=self._compile, args=(lark, matcher), name="localllm-grammar", daemon=True
-                ).start()
+                matcher = in_thread(partial(self._compiled, lark), "localllm-grammar")
             self._matchers[key] = matcher
             if len(self._matchers) > _MAX_KEPT:
                 self._matchers.popitem(last=False)
         return matcher
 
-    def _compile(self, lark: Callable[[], str], matcher: Future[Any]) -> None:
-        try:
-            with process.UnfinishedWork(process.workers):
-                self.prepare()
-                matcher.set_result(llguidance.LLMatcher(self._vocabulary, lark(), log_level=0))
-        except BaseException as error:
-            matcher.set_exception(error)
+    def _compiled(self, lark: Callable[[], str]) -> Any:
+        with process.UnfinishedWork(process.workers):
+            self.prepare()
+            return llguidance.LLMatcher(self._vocabulary, lark(), log_level=0)
 
     def prepare(self) -> None:
         """Create llguidance's form of the vocabulary, once."""

@@ -116,7 +116,7 @@ class ThinkingFields(msgspec.Struct):
         return {**variables, **(self.chat_template_kwargs or {})}
 
     def token_budget(self) -> dict[str, int]:
-        """Return the option ``reasoning_budget``, if the request has it in any form."""
+        """Return the option ``reasoning_budget`` from any of its fields; empty without one."""
         budgets = [self.reasoning_budget, self.reasoning_budget_tokens]
         budgets += [self.thinking_budget_tokens, self.thinking_budget]
         budgets += [self.thinking.budget_tokens] if isinstance(self.thinking, Thinking) else []

@@ -114,7 +114,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/api/v0/models",), lm_studio.models_v0, None),
     ("GET", ("/api/v0/models/{name:path}",), lm_studio.model_v0, None),
     ("GET", ("/api/v1/models",), lm_studio.models_v1, None),
-    ("POST", ("/api/v1/models/load",), lm_studio.load, lm_studio.LoadRequest),
+    ("POST", ("/api/v1/models/load",), lm_studio.load, model_control.ModelName),
     ("POST", ("/api/v1/models/unload",), lm_studio.unload, lm_studio.UnloadRequest),
     ("POST", ("/api/v1/chat",), lm_studio.chat, lm_studio.StudioChatRequest),
     ("GET", ("/health", "/v1/health"), llamacpp.health, None),

@@ -22,6 +22,7 @@ from localllm.server.answers import GenerationFields, GenerationJob, PendingRepl
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.endpoint import ReplyWriter, respond
 from localllm.server.http import event, json_response
+from localllm.server.model_control import ModelName
 from localllm.server.models import ServedModel
 from localllm.server.openai import new_id, warnings_json
 from localllm.server.response_store import StoredResponse
@@ -85,15 +86,11 @@ async def models_v1(request: Request, dispatcher: Dispatcher) -> Response:
     return json_response({"models": [_model_v1(m) for m in await dispatcher.models.listed()]})
 
 
-class LoadRequest(msgspec.Struct):
-    model: str
-
-
 class UnloadRequest(msgspec.Struct):
     instance_id: str
 
 
-async def load(request: Request, dispatcher: Dispatcher, body: LoadRequest) -> Response:
+async def load(request: Request, dispatcher: Dispatcher, body: ModelName) -> Response:
     """Load a model with the server's options, and answer when it is loaded."""
     began = time.perf_counter()
     served, llm = await dispatcher.models.acquire(body.model)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from localllm.server.dispatcher import Dispatcher
+from localllm.server.endpoint import ReplyWriter
 from localllm.server.http import EventStream, HTTPError, event, json_response
 from localllm.server.models import ServedModel
 
@@ -59,7 +60,7 @@ async def running(request: Request, dispatcher: Dispatcher) -> Response:
 
 async def events(request: Request, dispatcher: Dispatcher) -> Response:
     """Stream the states of all models: first each model's state, then the changes."""
-    return EventStream(_changes(dispatcher), lambda: None, "text/event-stream", b": still at work\n\n")
+    return EventStream(_changes(dispatcher), lambda: None, ReplyWriter.media_type, ReplyWriter.ping)
 
 
 async def _changes(dispatcher: Dispatcher) -> AsyncIterator[bytes]:

@@ -138,7 +138,7 @@ class Models:
             aliases: other names of the first model.  Lists show the first in alphabetical order, like llama.cpp.
             tags: tags of the first model.
             takes_any_name: whether an unknown name selects the first model.
-            adapters, context, has_media_file: attributes of the `Preset` of models that have none.
+            adapters, context, has_media_file: as in `Preset`, for sources without a `Preset`.
         """
         aliases = sorted(aliases)
         self.served: dict[str, ServedModel] = {}  # by name; the first is the default
@@ -285,7 +285,7 @@ class Models:
             self.log(f"prompts of {served.name} are not saved: {error}")
 
     def begin_load(self, served: ServedModel) -> None:
-        """Begin to load a model.  Errors are logged."""
+        """Start loading a model.  Errors are logged."""
 
         async def load() -> None:
             with contextlib.suppress(LocalLLMError):

@@ -48,7 +48,7 @@ class ToolItems:
     """The tools of a request by the names of their functions."""
 
     by_name: dict[str, ItemTool] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)  # types and names of tools that only OpenAI's server runs
+    hosted: list[str] = field(default_factory=list)  # types and names of tools that only OpenAI's server runs
 
     def add(self, tools: object, namespace: str = "") -> None:
         """Add tools in the API's format.  Raises UsageError for a tool without a name."""
@@ -61,7 +61,7 @@ class ToolItems:
             elif (read := _tool(tool_type, tool, namespace)) is not None:
                 self.by_name[read.function["function"]["name"]] = read
             else:
-                self.left_out.append(str(tool_type))
+                self.hosted.append(str(tool_type))
 
     @property
     def functions(self) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ def _job(body: ResponsesRequest, before: list[Message], tools: ToolItems) -> Gen
     if body.instructions:
         messages = [Message("system", (body.instructions,)), *messages]
     choice, one_call = tools.choice(body.tool_choice), body.parallel_tool_calls is False
-    more: dict[str, Any] = {"hosted_tools": tools.left_out, "skipped": skipped}
+    more: dict[str, Any] = {"hosted_tools": tools.hosted, "skipped": skipped}
     return body.chat_job(
         options, messages, tools.functions, choice, one_call=one_call, grammars=tools.grammars, **more
     )

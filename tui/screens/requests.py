@@ -65,7 +65,7 @@ class FindText(ScreenRequest):
 
 @dataclass
 class ShowActivity(ScreenRequest):
-    """Show what the command does in the status line, or nothing if ``activity`` is empty."""
+    """Show the command's activity in the status line; an empty string removes it."""
 
     activity: str
 

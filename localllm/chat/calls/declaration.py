@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from localllm.chat.thinking import CALL
+
 
 @dataclass(frozen=True)
 class JSONArguments:
@@ -80,6 +82,11 @@ class CallFormat:
     def is_bare(self) -> bool:
         """Whether calls have no tags at all."""
         return not self.opening and not self.tag_of_head
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether calls are messages, as in gpt-oss."""
+        return self.head.startswith(CALL)
 
     @property
     def before_name(self) -> str:

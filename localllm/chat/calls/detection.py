@@ -9,7 +9,6 @@ from functools import cache
 from localllm.chat.calls.declaration import CallFormat
 from localllm.chat.calls.formats import FORMATS
 from localllm.chat.calls.writer import written
-from localllm.chat.thinking import CALL
 
 #: Name and argument of the rendered call.
 NAME, ARGUMENTS = "zqname", {"zqkey": "zqsecond"}
@@ -42,7 +41,7 @@ def _patterns() -> list[tuple[CallFormat, re.Pattern[str]]]:
 
 
 def _pattern(format_: CallFormat) -> str:
-    if format_.head.startswith(CALL):  # the template writes more words in the header
+    if format_.is_harmony:  # the template writes more words in the header
         return r"to=functions\.zqname.{0,60}<\|message\|>\{\"zqkey\""
     head = format_.head.replace("{id}", "\0").replace("{number}", "\0")
     text = re.sub(r"\s+", "", written(replace(format_, head=head), [(NAME, ARGUMENTS)]))

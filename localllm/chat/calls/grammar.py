@@ -15,7 +15,6 @@ from typing import Any
 
 from localllm.chat.calls.declaration import Arguments, CallFormat, PythonArguments
 from localllm.chat.calls.values import Rules, Schema, UnwritableError, arguments_rule, flexible, input_rule, literal
-from localllm.chat.thinking import CALL
 from localllm.errors import UsageError
 
 #: Returns a schema in the form of `localllm.sampling.json_schema`, for its JSON.
@@ -63,7 +62,7 @@ class CallGrammar:
     @property
     def is_anywhere(self) -> bool:
         """Whether calls may also start in the reasoning."""
-        return self.call_format.is_control or _is_harmony(self.call_format)
+        return self.call_format.is_control or self.call_format.is_harmony
 
     def lark(self, enforced: Enforced, ends: Collection[str]) -> str:
         """Return the grammar in llguidance's notation. Takes a while for large schemas.
@@ -74,7 +73,7 @@ class CallGrammar:
             ends: names of the tokens that end a reply.
         """
         rules, functions = Rules(), json.loads(self.functions)
-        if _is_harmony(self.call_format):
+        if self.call_format.is_harmony:
             return f"start: {self._messages(functions, rules, enforced)}\n{rules}"
         form = _with_tags(self.call_format)
         if form.closing in ends:
@@ -145,13 +144,8 @@ def _with_tags(call_format: CallFormat) -> CallFormat:
     return replace(call_format, head=head, tail="", opening=tag, closing=end, repeats=True)
 
 
-def _is_harmony(form: CallFormat) -> bool:
-    """Whether calls are messages, as in gpt-oss."""
-    return form.head.startswith(CALL)
-
-
 def _openings(form: CallFormat, names: Sequence[str]) -> tuple[str, ...]:
-    if _is_harmony(form):
+    if form.is_harmony:
         return _HEADERS
     if not form.is_bare:
         return (form.opening.strip() or form.tag_of_head,)

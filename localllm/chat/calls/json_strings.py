@@ -20,7 +20,7 @@ _TOKEN = re.compile(
 )
 #: Parts of a grammar that would change the grammar around it, or that `rule_of` cannot express.
 _REFUSED = re.compile(r"%(?!import\b)\w+|\"\s*\.\.\s*\"")
-#: Operators of classes, and names of classes, in Rust's patterns; Python has none.
+#: Operators of classes, and names of classes, which exist in Rust's patterns but not in Python's.
 _RUST_CLASSES = re.compile(r"&&|--|~~|\[:")
 #: Imports of Lark's standard library.
 _IMPORT = re.compile(r"^[ \t]*%import[ \t]+common\.(\w+)(?:[ \t]*->[ \t]*(\w+))?[ \t]*$", re.MULTILINE)
@@ -62,7 +62,7 @@ def escaped_grammar(lark: str, prefix: str = "") -> str:
         prefix: added to the names of all rules.
 
     Raises:
-        ValueError: a regular expression is not valid, or looks around or back.
+        ValueError: a part of the grammar cannot be escaped.
     """
 
     def rewrite(match: re.Match[str]) -> str:
@@ -83,8 +83,8 @@ def escaped_grammar(lark: str, prefix: str = "") -> str:
         return f"{match[2] or match[1]}: /{_COMMON[match[1]]}/"
 
     lark = _IMPORT.sub(imported, lark)
-    if found := _REFUSED.search(lark):
-        raise ValueError(f"{found[0]} is not supported in a grammar of text inside JSON")
+    if refused := _REFUSED.search(lark):
+        raise ValueError(f"{refused[0]} is not supported in a grammar of text inside JSON")
     return _TOKEN.sub(rewrite, lark)
 
 

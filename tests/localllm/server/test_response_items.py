@@ -150,7 +150,7 @@ def all_tools() -> ToolItems:
 def test_tools_are_functions_for_the_model() -> None:
     tools = all_tools()
     assert [*tools.by_name] == ["now", "patch", "clock__set", "local_shell", "shell", "tool_search"]
-    assert tools.left_out == ["web_search", "tool_search"]
+    assert tools.hosted == ["web_search", "tool_search"]
     patch = tools.by_name["patch"].function["function"]
     assert patch["parameters"]["required"] == ["input"]
     assert patch["description"] == 'Change files.\n\nThe input matches this lark grammar:\nstart: "a"'
