@@ -197,8 +197,8 @@ async def test_a_long_command_scrolls_above_the_choices(argument: str, size: tup
             await chat.until(lambda: "below: Page ↓" in chat.screen)
             dialog_text = chat.app.screen.query_one(DialogText)
             await chat.press("pagedown", "pagedown")
+            await chat.until(lambda: dialog_text.scroll_offset.y > 1, "the scrolled text")
             assert is_fitted()
-            assert dialog_text.scroll_offset.y > 1
             dialog_text.scroll_end(animate=False)
         await chat.sees("everything")
         assert "below" not in chat.screen
