@@ -17,7 +17,8 @@ start at a position whose preceding windows are completely cached.
 
 **Recurrent states** cannot be truncated to an earlier token. Each sequence has a slot for its states. Copies of
 states, **snapshots**, are stored in other slots, together with the block and the number of its tokens that they
-include. Snapshots are taken every `SNAPSHOT_TOKENS` of a prompt, before its last token, and at the end of a sequence.
+include. Snapshots are taken every `SNAPSHOT_TOKENS` of a prompt, where the next prompt of a chat most likely differs
+(`Request.branch_point`), and at the end of a sequence.
 A sequence can start only at a snapshot. Eviction is least recently used.
 
 Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention (arXiv:2309.06180).
@@ -49,7 +50,7 @@ class Launched(NamedTuple):
 class CachedSequence:
     """Tokens whose keys and values are in the cache. Only `PagedCache` changes ``ids``, pages and states."""
 
-    def __init__(self, n_groups: int, n_prompt: int, root: Block) -> None:
+    def __init__(self, n_groups: int, branch_point: int, root: Block) -> None:
         self.root = root  # root of the prefix tree that it shares
         self.ids: list[int] = []  # tokens from position 0
         # Block table per group: position p is in ``pages[group][p // page_size]``. Tables may include reserved pages
@@ -57,7 +58,7 @@ class CachedSequence:
         self.pages: list[list[int]] = [[] for _ in range(n_groups)]
         self.blocks: list[Block] = []
         self.first = [0] * n_groups  # per group: index of the first block whose page is in use
-        self.n_prompt = n_prompt  # prompt length
+        self.branch_point = branch_point  # number of tokens that later sequences most likely share
         # Slots of the current recurrent states and of the states saved for a rollback
         self.state = self.saved = NONE
         self.is_ahead = False  # True if the states may include unrecorded tokens
@@ -109,14 +110,21 @@ class PagedCache:
     # -- Sequences -------------------------------------------------------------------------------------------------
 
     def begin(
-        self, ids: Sequence[int], adapters: tuple[float, ...] = (), *, shareable: bool = True
+        self,
+        ids: Sequence[int],
+        adapters: tuple[float, ...] = (),
+        *,
+        branch_point: int | None = None,
+        shareable: bool = True,
     ) -> CachedSequence:
         """Return a new sequence with the longest usable prefix of ``ids`` that is cached for the same adapters.
 
-        If not ``shareable``, the sequence starts empty, and other sequences do not reuse its tokens.
+        Args:
+            branch_point: the number of tokens that later sequences most likely share; defaults to all.
+            shareable: if False, the sequence starts empty, and other sequences do not reuse its tokens.
         """
         root = self._root_of(adapters) if shareable else Block([])
-        sequence = CachedSequence(len(self._free), len(ids), root)
+        sequence = CachedSequence(len(self._free), len(ids) if branch_point is None else branch_point, root)
         for blocks, n in self._beginnings(sequence, ids):
             if self._holds_windows(blocks, n) and self._begin_with(sequence, blocks, list(ids[:n])):
                 return sequence
@@ -171,9 +179,9 @@ class PagedCache:
     def n_to_snapshot(self, sequence: CachedSequence, n_tokens: int) -> int:
         """Return the number of next tokens to evaluate in one step, at most ``n_tokens``, to stop at a snapshot."""
         n = len(sequence)
-        if not self.has_states or n >= sequence.n_prompt:
+        if not self.has_states or n >= sequence.branch_point:
             return n_tokens
-        return min(n_tokens, sequence.n_prompt - n, SNAPSHOT_TOKENS - n % SNAPSHOT_TOKENS)
+        return min(n_tokens, sequence.branch_point - n, SNAPSHOT_TOKENS - n % SNAPSHOT_TOKENS)
 
     def n_pages_missing(self, sequence: CachedSequence, n_tokens: int) -> int:
         """Return the number of additional pages for the next ``n_tokens``."""
@@ -425,10 +433,9 @@ class PagedCache:
 
     def _release_window(self, sequence: CachedSequence, group: int, window: int, stop: int) -> None:
         """Release the pages before block ``stop``, which have left the sequence's window."""
-        n_prompt = sequence.n_prompt
+        branch_point = sequence.branch_point
         for i in range(sequence.first[group], stop):
-            # Other sequences are likely to branch off at the end of the prompt.
-            is_near = self._first_seen(n_prompt, window) <= i < -(-n_prompt // self.page_size)
+            is_near = self._first_seen(branch_point, window) <= i < -(-branch_point // self.page_size)
             self._stop_using(sequence.blocks[i], group, (self._unused if is_near else self._out_of_window)[group])
             sequence.pages[group][i] = 0
         sequence.first[group] = stop
@@ -471,7 +478,7 @@ class PagedCache:
         self._states.free(sequence.saved)
         sequence.saved, sequence.is_ahead = NONE, False
         n = len(sequence)
-        if n == sequence.n_prompt or (n < sequence.n_prompt and n % SNAPSHOT_TOKENS == 0):
+        if n == sequence.branch_point or (n < sequence.branch_point and n % SNAPSHOT_TOKENS == 0):
             block, n_in_block = self._end_of(sequence)
             if n_in_block not in block.snapshots and self._states.has_slot:
                 self._states.keep(block, n_in_block, self._states.copy(sequence.state))

@@ -25,6 +25,9 @@ BACKGROUND_DELAY_S = 30.0
 #: Seconds added to a request's queue time for each running request of the same client.
 CLIENT_DELAY_S = 30.0
 
+#: Most tokens after the last message of a chat that open the reply.
+MAX_OPENING = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -173,6 +176,17 @@ class Request:
     def n_reusable(self) -> int:
         """Number of leading tokens that may come from the cache. Later tokens must be evaluated for their logits."""
         return min(len(self.tokens) - 1, self.logits_from) if self.sampler is None else len(self.tokens) - 1
+
+    @property
+    def branch_point(self) -> int:
+        """Number of leading tokens that the next prompt of the same chat most likely has.
+
+        Templates omit the reasoning of earlier replies.  The next prompt then differs after the end of the last
+        message, in the opening of the reply.
+        """
+        n = self.n_reusable
+        ends = (i for i in range(n, max(0, n - MAX_OPENING), -1) if self.tokens[i - 1] in self.stop_ids)
+        return next(ends, n)
 
     @property
     def n_missing(self) -> int:

@@ -185,7 +185,7 @@ class Scheduler:
                     return
                 self._preempt(paused)
             self.waiting.remove(request)
-            request.sequence = self._cache.begin(reusable, request.adapters)
+            request.sequence = self._cache.begin(reusable, request.adapters, branch_point=request.branch_point)
             request.count_cached()
             insort(self.running, request, key=attrgetter("rank"))
 

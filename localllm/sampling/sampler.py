@@ -202,11 +202,12 @@ class Sampler:
         if self._adjustments:
             chosen_id = _highest_logit(adjusted, UsageError, *_ADJUSTED)
         drawn_among: Candidates | None = None
+        constraint = None if self._constraint is None or self._constraint.is_free else self._constraint
         # Samplers with state must draw only from allowed tokens.
-        if self._choose is not None and not (self._constraint and self.sampling.draws_depend):
+        if self._choose is not None and not (constraint and self.sampling.draws_depend):
             chosen_id, drawn_among = self._choose(Candidates(self._ids, adjusted))
-        if self._constraint is not None and (self.sampling.draws_depend or not self._constraint.allows(chosen_id)):
-            allowed = self._constraint.masked(adjusted)
+        if constraint is not None and (self.sampling.draws_depend or not constraint.allows(chosen_id)):
+            allowed = constraint.masked(adjusted)
             chosen_id = _highest_logit(allowed, UsageError, *_ADJUSTED)
             if self._choose is not None:
                 chosen_id, drawn_among = self._choose(Candidates(self._ids, allowed))

@@ -10,6 +10,7 @@ import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -222,9 +223,18 @@ class OpenCode(Agent):
         self.messages.append({"role": "tool", "tool_call_id": id_, "content": text})
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving(scripted(script)) as started:
+@pytest.fixture(scope="module", params=["demo", "hybrid"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server with the demo model, or with a model whose recurrent states cannot be truncated."""
+    options: dict[str, Any] = {}
+    if request.param == "hybrid":
+        for package in ("torch", "transformers"):
+            pytest.importorskip(package, reason="needs the extra 'reference'")
+        from tests.models.tiny import TINY, make_model, write
+
+        entry = replace(TINY["qwen35"], config={**TINY["qwen35"].config, "max_position_embeddings": 8192})
+        options["path"] = write(tmp_path_factory.mktemp("hybrid") / "model.gguf", entry, make_model(entry))
+    with serving(scripted(script, **options)) as started:
         assert started.llm
         yield started
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from localllm.kernels.cpu.host import cpu_model
 from tests.benchmarks.measure import random_ids
 from tests.benchmarks.ours import Ours
-from tests.benchmarks.results import table_line
+from tests.benchmarks.results import even_line
 from tests.benchmarks.theirs import LlamaCpp, version
 
 #: Share of the session in the first turn.
@@ -45,7 +45,7 @@ def main() -> int:
     rows, n_equal = [], 0
     n_context = arguments.tokens + REPLY * arguments.turns + 64
     print(f"{cpu_model()}, {arguments.threads} threads; {version()}")
-    print(table_line(["turn", "tokens", "new", "localllm s", "llama.cpp s", "ratio"]))
+    print(even_line(["turn", "tokens", "new", "localllm s", "llama.cpp s", "ratio"]))
     with (
         Ours(arguments.model, arguments.threads, n_context) as ours,
         LlamaCpp(arguments.model, repack=not arguments.no_repack) as model,
@@ -60,7 +60,7 @@ def main() -> int:
             n_equal += our_reply[0] == their_reply[0]
             rows.append((our_s, their_s))
             cells = [str(turn), f"{end:,}", f"{end - before:,}", f"{our_s:.2f}", f"{their_s:.2f}"]
-            print(table_line([*cells, f"{our_s / their_s:.2f}"]), flush=True)
+            print(even_line([*cells, f"{our_s / their_s:.2f}"]), flush=True)
             before = end
     our_total, their_total = (sum(seconds) for seconds in zip(*rows, strict=True))
     ratio, share = our_total / their_total, n_equal / len(rows)

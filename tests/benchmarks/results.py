@@ -284,3 +284,8 @@ _COLUMNS = "{:20} {:>7} {:>14} {:>9} {:>9} {:>6} {:>6} {:>10}  {}"
 
 def table_line(cells: Sequence[str]) -> str:
     return _COLUMNS.format(*cells)
+
+
+def even_line(cells: Sequence[str]) -> str:
+    """Return a line of a table whose columns are equally wide."""
+    return "".join(f"{cell:>16}" for cell in cells)

@@ -25,13 +25,34 @@ RECURRENT += ["mamba", "jamba", "glm-5.3", "bailingmoe3", "lfm3", "qwen4exp"]
 SPARSE = ["glm-5", "hy-v4", "deepseek-v3.2", "minimax-m3"]
 
 
-@pytest.mark.parametrize("name", WINDOWED + RECURRENT + SPARSE)
-def test_ten_turns_with_edits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "SNAPSHOT_TOKENS", INTERVAL)
+def write_long(folder: Path, name: str) -> Path:
+    """Write a tiny model with 512 positions."""
     config, longer = TINY[name].config, {"max_position_embeddings": 512}
     longer = {"text_config": config["text_config"] | longer} if "text_config" in config else longer
     entry = replace(TINY[name], config={**config, **longer})
-    path = write(tmp_path / "model.gguf", entry, make_model(entry))
+    return write(folder / "model.gguf", entry, make_model(entry))
+
+
+@pytest.mark.parametrize("name", [*RECURRENT[:3], WINDOWED[0]])
+def test_omitted_reasoning_costs_its_own_turn_only(name: str, tmp_path: Path) -> None:
+    """Templates omit earlier reasoning, so that the next prompt differs in the opening of the reply."""
+    path = write_long(tmp_path, name)
+    rng = np.random.default_rng(0)
+    with localllm.load(path, context=512, threads=1) as llm:
+        end, opening = min(llm.tokenizer.eog_ids), rng.integers(3, 300, 6).tolist()
+        chat = [*rng.integers(3, 300, 40).tolist(), end]
+        for _ in range(3):
+            llm.generate([*chat, *opening], temperature=0, max_tokens=12, ignore_eos=True)
+            added = [*opening[:3], *rng.integers(3, 300, 12).tolist(), end]
+            chat += added
+            usage = llm.generate([*chat, *opening], max_tokens=1, ignore_eos=True).usage
+            assert usage.prompt_tokens - usage.cached_tokens <= len(added) + len(opening)
+
+
+@pytest.mark.parametrize("name", WINDOWED + RECURRENT + SPARSE)
+def test_ten_turns_with_edits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "SNAPSHOT_TOKENS", INTERVAL)
+    path = write_long(tmp_path, name)
     rng = np.random.default_rng(0)
     options = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
     with localllm.load(path, context=512, threads=1) as llm, localllm.load(path, context=512, threads=1) as fresh:
