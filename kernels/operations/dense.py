@@ -399,15 +399,15 @@ class Activation(SameShape):
 
 
 class Clamp(SameShape):
-    """x clipped to ``low`` … ``high``; infinities mean no bound."""
+    """x clipped to ``low`` … ``high``, a range with 0; infinities mean no bound."""
 
     low: float
     high: float
     overwrites = "x"
 
     def check(self) -> None:
-        if not self.low < self.high:
-            raise KernelError(f"values cannot be clamped to {self.low:g} … {self.high:g}")
+        if not (self.low < self.high and self.low <= 0 <= self.high):  # the padding of rows stays 0
+            raise KernelError(f"values cannot be clamped to {self.low:g} … {self.high:g}: the range must contain 0")
 
 
 class XIELU(SameShape):

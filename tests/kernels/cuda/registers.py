@@ -4,6 +4,7 @@ python -m tests.kernels.cuda.registers          compile all variants for all arc
                                                 exceeds its budget
 python -m tests.kernels.cuda.registers 75 90    compile for these architectures only
 python -m tests.kernels.cuda.registers --write  store the numbers of registers as the new budgets
+python -m tests.kernels.cuda.registers --write --module elementwise     the same for elementwise.cu only
 """
 
 from __future__ import annotations
@@ -176,14 +177,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", type=int)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--module", help="compile only this module")
     given = parser.parse_args()
     if given.write and given.architectures:
         parser.error("budgets are written for all architectures")
-    cases = [case for case in everything() if case.architecture in (given.architectures or SHARED_BYTES)]
+    cases = [
+        case
+        for case in everything()
+        if case.architecture in (given.architectures or SHARED_BYTES) and given.module in (None, case.module)
+    ]
     with ProcessPoolExecutor() as pool:  # older versions of NVRTC compile one module per process at a time
         all_found = list(pool.map(Case.resources, cases, chunksize=8))
     if given.write:
-        taken: Budgets = {}
+        taken: Budgets = json.loads(BUDGETS.read_text()) if given.module else {}
+        for case in cases:
+            taken.pop(case.name, None)
         for case, found in zip(cases, all_found, strict=True):
             for kernel, resources in found.items():
                 of_kernel = taken.setdefault(case.name, {}).setdefault(kernel, {})

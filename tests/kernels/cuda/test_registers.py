@@ -33,7 +33,7 @@ def test_registers(module: tuple[str, bool]) -> None:
     case = max((c for c in cases if c.architecture == architecture), key=lambda c: c.name)
     budgets: Budgets = json.loads(BUDGETS.read_text())
     found = case.resources()
-    assert set(found) == set(budgets[case.name])
+    assert set(found) == set(budgets[case.name]), "run python -m tests.kernels.cuda.registers --write --module NAME"
     assert not problems(case, budgets, found)
 
 
