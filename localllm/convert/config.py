@@ -12,7 +12,7 @@ from localllm.convert.irrelevant import is_irrelevant
 from localllm.convert.settings import CheckpointSettings, MissingSetting
 from localllm.errors import ModelError, quoted
 from localllm.models.config import ModelConfig
-from localllm.models.hf_convert import MEANT, head_dim, window_pattern
+from localllm.models.hf_convert import head_dim, window_pattern
 from localllm.models.rope import yarn_mscale
 
 #: Sections of config.json that describe the text model.
@@ -160,7 +160,6 @@ class Config(CheckpointSettings):
 
         ``meant``: as in `CheckpointSettings.check_all_read`.
         """
-        meant = MEANT | dict(meant)
         self.check_all_read(meant, is_irrelevant)
         self.rope_parameters.check_all_read({}, lambda name: name in meant or is_irrelevant(name))
 
