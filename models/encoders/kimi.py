@@ -10,7 +10,7 @@ import numpy as np
 
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import bicubic, resized
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import Array, implied
 
 HF_NAMES = {
     "patch_embed.proj": "v.patch_embd",
@@ -40,10 +40,7 @@ HF_MEANT = {
     "pos_emb_type": ("divided_fixed",),
     "projection_layer_norm_eps": (_EPS,),
     "projector_ln_eps": (_EPS,),
-} | dict.fromkeys(
-    ("mm_hidden_size", "projection_hidden_size", "use_unified_vision_chunk", "video_attn_type"),
-    (),
-)
+} | implied("mm_hidden_size projection_hidden_size use_unified_vision_chunk video_attn_type")
 
 
 def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:

@@ -11,11 +11,7 @@ from localllm.models.encoders.qwen import QwenVision, pixel_limits
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.hf_convert import Array
 
-HF_NAMES = ENCODER_NAMES | {
-    "mlp_AR.pre_norm": "mm.input_norm",
-    "mlp_AR.linear_1": "mm.1",
-    "mlp_AR.linear_2": "mm.2",
-}
+HF_NAMES = ENCODER_NAMES | {"mlp_AR.pre_norm": "mm.input_norm", "mlp_AR.linear_1": "mm.1", "mlp_AR.linear_2": "mm.2"}
 
 
 def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:

@@ -77,18 +77,15 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     } | pixel_limits(c)
     if c.values["model_type"].startswith("glm"):
         # The processor counts the pixels of an image twice, like two frames of a video.
-        return (
-            keys
-            | pixel_limits(c, n_frames=2)
-            | {
-                "projector_type": "glm4v",
-                "use_gelu": None,
-                "use_silu": True,
-                "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-5),
-                "vision.is_deepstack_layers": None,
-                "vision.image_size": vision["image_size"],
-            }
-        )
+        keys |= pixel_limits(c, n_frames=2)
+        return keys | {
+            "projector_type": "glm4v",
+            "use_gelu": None,
+            "use_silu": True,
+            "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-5),
+            "vision.is_deepstack_layers": None,
+            "vision.image_size": vision["image_size"],
+        }
     if c.values["model_type"] == "qwen2_5_vl":
         return keys | _keys_of_windows(c)
     if is_2:
@@ -112,10 +109,7 @@ def pixel_limits(c: EncoderCheckpoint, n_frames: int = 1) -> dict[str, Any]:
         raise ModelError(
             f"the processor limits images to {low} to {high} pixels: localllm needs a factor of 2 or more"
         )
-    return {
-        "vision.image_min_pixels": low and low // n_frames,
-        "vision.image_max_pixels": high and high // n_frames,
-    }
+    return {"vision.image_min_pixels": low and low // n_frames, "vision.image_max_pixels": high and high // n_frames}
 
 
 def _keys_of_windows(c: EncoderCheckpoint) -> dict[str, Any]:
