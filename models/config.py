@@ -29,36 +29,22 @@ MAX_LAYERS = 1 << 16
 
 #: Keys that may stay unread if they have one of these values, which change nothing. An empty tuple accepts any value.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "vocab_size": (),
-    "feed_forward_length": (),  # of an MLP; models with only experts have no MLP
-    # of the kind of norm that the model does not use
-    "attention.layer_norm_epsilon": (),
-    "attention.layer_norm_rms_epsilon": (),
-    "rope.dimension_sections": (),  # of the axes of images, which are equal for text
-    "rope.scaling.finetuned": (),
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "expert_shared_count": (0,),
-    "expert_gating_func": (1,),
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
-    "expert_weights_norm": (True,),
-    "expert_weights_scale": (0.0, 1.0),
-    "leading_dense_block_count": (0,),
-    "use_parallel_residual": (False,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "attention.scale": (0.0,),
-    "attention.output_scale": (0.0, 1.0),
-    "attention.temperature_scale": (0.0,),
-    "attention.shared_kv_layers": (0,),
-    "attn_logit_softcapping": (0.0,),
-    "final_logit_softcapping": (0.0,),
-    "embedding_scale": (0.0, 1.0),
-    "logit_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "rope.scaling.alpha": (0.0,),
-    "tensor_data_layout": ("reference", "Meta AI original pth"),
+    key: values
+    for keys, values in (
+        # of an MLP (models with only experts have none), of the other kind of norm, and of the axes of images, which
+        # are equal for text
+        ("feed_forward_length attention.layer_norm_epsilon attention.layer_norm_rms_epsilon", ()),
+        ("rope.dimension_sections rope.scaling.finetuned vocab_size", ()),
+        ("expert_count expert_used_count expert_shared_count leading_dense_block_count", (0,)),
+        ("expert_group_count expert_group_used_count", (0, 1)),
+        ("expert_gating_func expert_weights_norm", (1,)),
+        ("use_parallel_residual attention.clamp_kqv attention.max_alibi_bias attention.scale", (0,)),
+        ("attention.temperature_scale attention.shared_kv_layers rope.scaling.alpha", (0,)),
+        ("attn_logit_softcapping final_logit_softcapping", (0,)),
+        ("expert_weights_scale attention.output_scale embedding_scale logit_scale residual_scale", (0, 1)),
+        ("tensor_data_layout", ("reference", "Meta AI original pth")),
+    )
+    for key in keys.split()
 }
 
 #: Prefixes of keys, and a substring in the names of the tensors that the keys describe. Converters write keys for a
