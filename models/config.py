@@ -116,9 +116,9 @@ class ModelMetadata:
         layers = (ModelMetadata({full: v}, self.architecture) for v in values[:n_layers])
         return tuple(layer.read(key, kind, low=low, high=high) for layer in layers)
 
-    def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, low: float, high: float) -> int:
-        """Return an integer that must be the same for all layers. The file may contain a list of one per layer."""
-        first, *more = self.read_each(key, n_layers, int, default, low=low, high=high)
+    def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, high: float) -> int:
+        """Return a positive integer, the same for all layers. The file may contain a list with one per layer."""
+        first, *more = self.read_each(key, n_layers, int, default, low=1, high=high)
         if any(value != first for value in more):
             raise ModelError(
                 f"{self.architecture}.{key} differs from layer to layer, which localllm does not support yet"
@@ -324,13 +324,13 @@ class Header:
         return list(zip(*both, strict=True))
 
     def mlp_width(self) -> int:
-        return self.meta.read_uniform("feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
+        return self.meta.read_uniform("feed_forward_length", self.config.n_layers, high=1 << 24)
 
     def heads(self) -> Heads:
         """Return the attention heads, which are the same in all layers. By default, they share the hidden width."""
         meta, n_layers = self.meta, self.config.n_layers
-        n = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
-        return self._heads(n, meta.read_uniform("attention.head_count_kv", n_layers, n, low=1, high=n))
+        n = meta.read_uniform("attention.head_count", n_layers, high=1 << 14)
+        return self._heads(n, meta.read_uniform("attention.head_count_kv", n_layers, n, high=n))
 
     def heads_by_layer(self) -> tuple[Heads | None, ...]:
         """Return the attention heads of each layer; None for layers without attention (``head_count_kv`` is 0)."""
@@ -412,7 +412,7 @@ class Header:
             if f"blk.{self.config.n_layers - 1}.ffn_gate_inp.weight" in self.weights:
                 raise ModelError(f"the file has experts, but no {meta.architecture}.expert_count: is it complete?")
             return None
-        n_used = meta.read_uniform("expert_used_count", self.config.n_layers, low=1, high=1 << 10)
+        n_used = meta.read_uniform("expert_used_count", self.config.n_layers, high=1 << 10)
         if n_used > n:
             raise ModelError(
                 f"{meta.architecture}.expert_used_count is {n_used}, more than the {n} experts that "
@@ -422,7 +422,7 @@ class Header:
         n_ff = (
             self.mlp_width()
             if width is None
-            else meta.read_uniform("expert_feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
+            else meta.read_uniform("expert_feed_forward_length", self.config.n_layers, high=1 << 24)
         )
         function = meta.read("expert_gating_func", int, 0, low=0, high=4)
         n_groups, n_top_groups = (

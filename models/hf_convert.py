@@ -211,13 +211,13 @@ def window_keys(config: Any) -> dict[str, Any]:
     return sliding_window(config) | {"attention.sliding_window_pattern": window_pattern(config)}
 
 
-def periodic_windows(config: Any, period: int, *, first: bool = False) -> dict[str, Any]:
+def periodic_windows(config: Any, period: int) -> dict[str, Any]:
     """Return the keys of windows. The pattern is omitted if it is the usual one.
 
-    In the usual pattern, the last (or the ``first``) layer of each ``period`` layers has no window.
+    In the usual pattern, the last layer of each ``period`` layers has no window.
     """
-    pattern, full = window_pattern(config), 0 if first else period - 1
-    is_usual = pattern == [i % period != full for i in range(len(pattern))]
+    pattern = window_pattern(config)
+    is_usual = pattern == [(i + 1) % period != 0 for i in range(len(pattern))]
     return sliding_window(config) if is_usual else window_keys(config)
 
 

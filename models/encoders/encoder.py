@@ -288,11 +288,11 @@ class EncoderModel:
         bias = self.weights.find(f"{name}.bias", x.width)
         return self.graph.add(ops.LayerNorm(x, self.weights.vector(name, x.width), bias, eps))
 
-    def two_linears(self, x: Tensor, first: str, second: str, activation: str) -> Tensor:
-        """Return second(activation(first(x))), in the width of the text model."""
+    def two_linears(self, x: Tensor, first: str, second: str) -> Tensor:
+        """Return second(gelu_erf(first(x))), in the width of the text model."""
         at = self.at()
         n = self.weights.n_rows(f"{first}.weight")
-        y = at.add(ops.Activation(at.linear(x, first, n), activation))
+        y = at.add(ops.Activation(at.linear(x, first, n), "gelu_erf"))
         return at.linear(y, second, self.width)
 
 
@@ -386,9 +386,9 @@ class VisionModel(EncoderModel):
         positions = self.graph.add(ops.Input(Tensor(Rows.TOKENS, self.n_embd), n, total)) if has_positions else None
         return self.graph.add(ops.Linear(x, Matrix(patch, self.weights.find(bias, self.n_embd)), residual=positions))
 
-    def patch_matrix(self, name: str = "v.patch_embd.weight") -> Weight:
+    def patch_matrix(self) -> Weight:
         """Return the kernel of a convolution over patches as a matrix [n_embd, pixels]."""
-        weight = self.weights.require(name, self.n_embd, 3, self.patch_size, self.patch_size)
+        weight = self.weights.require("v.patch_embd.weight", self.n_embd, 3, self.patch_size, self.patch_size)
         return Reshaped(weight, (self.n_embd, 3 * self.patch_size**2))
 
     def rope(self, theta: float, *, interleaved: bool = False, axes: tuple[int, int] = (1, 2)) -> Rope:

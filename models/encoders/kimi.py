@@ -83,7 +83,7 @@ class Kimi(VisionModel):
         x = self.embedded(self.patch_matrix(), has_positions=True)
         x = self.layers(x, self.rope(1e4, interleaved=True, axes=(2, 1)))
         x = self.vector_norm(self.vector_norm(x, "v.post_ln", self.eps), "mm.input_norm", self.eps)
-        self.two_linears(self.joined(x), "mm.1", "mm.2", "gelu_erf")
+        self.two_linears(self.joined(x), "mm.1", "mm.2")
 
     def positions(self, rows: int, columns: int) -> Pixels:
         return bicubic(self.position_table, rows, columns)

@@ -191,7 +191,7 @@ class Qwen2VL(QwenVision):
     def record(self) -> None:
         x = self.layers(self.embedded(self.patch(), has_positions=False), self.rope(1e4))
         x = self.joined(self.merger_norm(x))
-        self.two_linears(x, "mm.0", "mm.2", "gelu_erf")
+        self.two_linears(x, "mm.0", "mm.2")
 
     def merger_norm(self, x: Tensor) -> Tensor:
         return self.vector_norm(x, "v.post_ln", self.eps)
@@ -223,13 +223,13 @@ class Qwen3VL(QwenVision):
         self.position_table = self.table("v.position_embd.weight", self.n_positions, self.n_embd)
         x = self.layers(self.embedded(self.patch(), has_positions=True), self.rope(1e4))
         x = self.joined(self.vector_norm(x, "v.post_ln", self.eps))
-        self.two_linears(x, "mm.0", "mm.2", "gelu_erf")
+        self.two_linears(x, "mm.0", "mm.2")
 
     def behind_layer(self, number: int, x: Tensor) -> None:
         if number in self.tapped:
             stem = f"v.deepstack.{number}"
             y = self.vector_norm(self.graph.add(Outputs(x, self.merge**2)), f"{stem}.norm", self.eps)
-            self.further.append(self.two_linears(y, f"{stem}.fc1", f"{stem}.fc2", "gelu_erf"))
+            self.further.append(self.two_linears(y, f"{stem}.fc1", f"{stem}.fc2"))
 
     def positions(self, rows: int, columns: int) -> Pixels:
         return bilinear(self.position_table, rows, columns)

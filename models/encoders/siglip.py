@@ -216,7 +216,7 @@ class Lfm2(Siglip):
         x = self.joined(self.encoded())
         if "mm.input_norm.weight" in self.weights:
             x = self.vector_norm(x, "mm.input_norm", 1e-5)
-        self.two_linears(x, "mm.1", "mm.2", "gelu_erf")
+        self.two_linears(x, "mm.1", "mm.2")
 
     def positions(self, rows: int, columns: int) -> Pixels:
         return interpolated(self.position_table, rows, columns)

@@ -155,7 +155,7 @@ class Voxtral(Whisper):
     marker = "[AUDIO]"
 
     def record(self) -> None:
-        self.two_linears(self.joined(self.encoded()), "mm.a.mlp.1", "mm.a.mlp.2", "gelu_erf")
+        self.two_linears(self.joined(self.encoded()), "mm.a.mlp.1", "mm.a.mlp.2")
 
     def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
         size = self.most_frames
