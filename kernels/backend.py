@@ -221,40 +221,32 @@ class Cache(Protocol):
     @property
     def windows(self) -> Sequence[int | None]:
         """Window of each group, see `Graph.windows`."""
-        ...
 
     @property
     def n_pages(self) -> tuple[int, ...]:
         """Pages per group."""
-        ...
 
     @property
     def n_states(self) -> int:
         """Slots for the recurrent states of a sequence; 0 if no layer has any."""
-        ...
 
     @property
     def n_bytes(self) -> int:
         """Bytes of memory."""
-        ...
 
     # In the next four methods, group None selects slots of recurrent states, in all layers, instead of pages.
 
     def copy(self, group: int | None, source: int, target: int) -> None:
         """Copy one page, in all layers of a group."""
-        ...
 
     def n_bytes_of(self, group: int | None) -> int:
         """Return the number of bytes that `read` returns."""
-        ...
 
     def read(self, group: int | None, number: int) -> bytes:
         """Return the bytes of a page, in all layers of a group."""
-        ...
 
     def write(self, group: int | None, number: int, data: bytes) -> None:
         """Write the bytes that `read` returned into a page of the same group."""
-        ...
 
 
 class HostCache(ABC):
@@ -441,7 +433,6 @@ class Backend(Protocol):
         Raises:
             KernelError: the backend does not support one of the operations or the type of one of the weights.
         """
-        ...
 
     def compile(
         self,
@@ -475,8 +466,6 @@ def check_cache(graph: Graph, n_pages: tuple[int, ...], n_states: int) -> None:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """A weight of a graph and its uses."""
-
     weight: Weight
     layer: LayerTag  # layer that computes with it, or looks it up
     is_table: bool  # rows are looked up
@@ -493,7 +482,6 @@ class WeightUse:
 
     @property
     def float_shape(self) -> tuple[int, int]:
-        """Shape of `floats`."""
         *n_rows, n_columns = self.weight.shape
         return (n_columns if n_rows else 1, self.weight.shape[0]) if self.is_column else (prod(n_rows), n_columns)
 

@@ -30,8 +30,6 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Address:
-    """An offset in a buffer."""
-
     buffer: Buffer
     n_bytes: int
 

@@ -37,7 +37,6 @@ class EmbeddingTable(Protocol):
 
     def rows(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return rows ``ids`` [n], which must be in the table: float32 [n, d], a new array."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -65,16 +65,13 @@ class Weight(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Numpy order: a matrix [rows, columns] computes ``x @ matrix.T``."""
-        ...
 
     @property
     def data(self) -> NDArray[np.uint8]:
         """Raw blocks, uint8 [rows, bytes per row], or [bytes] for a vector."""
-        ...
 
     def drop_pages(self) -> None:
         """Release the data's pages in the file's mapping, because the data is not needed soon."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -411,8 +408,6 @@ class SameShape(Operation[Tensor]):
 
 @dataclass(frozen=True)
 class Node:
-    """An operation and its layer."""
-
     operation: Operation[Any]
     layer: LayerTag
 

@@ -18,8 +18,6 @@ from localllm.kernels.buffers import StoredRows
 
 @dataclass(frozen=True)
 class ParameterType:
-    """A type of parameters."""
-
     name: str  # for messages
     accepts: tuple[type, ...]  # types of arguments
     convert: Callable[[Any], Any]  # converts an argument to the form that programs or launches contain

@@ -664,7 +664,6 @@ def rotate(x: Array, positions: NDArray[np.int32], rope: g.Rope) -> Array:
 
 
 def position_factors(scale: g.PositionScale, positions: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Return the factors of queries at ``positions``."""
     factors = 1 + scale.rate * np.log1p((positions + scale.offset) // scale.length)
     return np.asarray(factors, np.float32)
 

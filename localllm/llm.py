@@ -1014,10 +1014,7 @@ class LLM:
         if call_format is None and not chosen.forced:
             return None
         grammar = call_grammar(
-            call_format or DESCRIBED,
-            callable_tools,
-            must_call=bool(chosen.forced),
-            one_call=chosen.one_call,
+            call_format or DESCRIBED, callable_tools, must_call=bool(chosen.forced), one_call=chosen.one_call
         )
         return grammar, CallSearch(grammar, opened, reply_prefix)
 

@@ -17,7 +17,7 @@ from localllm.models.hf_convert import Array, encoder_keys
 from localllm.models.rope import make_rope
 from localllm.models.weights import PositionTable
 
-HF_MEANT = {"add_cross_attention": (False,), "is_decoder": (False,)}
+HF_MEANT = {"is_decoder": (False,)}
 
 #: Norm of query and key without and with a tensor for it.
 _QK_NORM: tuple[None, Literal["layer"]] = (None, "layer")
@@ -42,7 +42,6 @@ def _first_position(config: Any) -> int:
 
 def record(m: Header) -> Graph:
     heads, n_ff, d = m.heads(), m.mlp_width(), m.config.n_embd
-    eps = m.meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
     falls, has_positions = m.config.architecture == "jina-bert-v2", m.config.architecture == "bert"
     rope = None if falls or has_positions else make_rope(m, heads.key_dim)
     options: Any = {
@@ -71,4 +70,4 @@ def record(m: Header) -> Graph:
             y = mlp(at, x, n_ff, residual=x, activation="gelu_erf")
         return layer_norm(at, "layer_output_norm", y)
 
-    return decoder(m, layer, change_embedding=embedding, output_norm=None, norm_eps=eps)
+    return decoder(m, layer, change_embedding=embedding, output_norm=None, norm_eps=m.layer_norm_eps)

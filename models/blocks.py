@@ -36,7 +36,6 @@ class Layer:
     causal: bool = True  # whether tokens attend to earlier tokens only
 
     def add(self, operation: g.Operation[R]) -> R:
-        """Record an operation, and return its result."""
         return self.graph.add(operation)
 
     def linear(self, x: Tensor, name: str, n_out: int, *, residual: Tensor | None = None) -> Tensor:
@@ -157,6 +156,7 @@ def llama_layer(
     windows: tuple[int | None, ...] | None = None,
     ffn_norm: str = "ffn_norm",
     activation: str = "silu",
+    pre_norms: bool = True,
     post_norm_eps: float | None = None,
     limits: Sequence[tuple[float, float]] | None = None,
     **attention_options: Any,
@@ -168,6 +168,7 @@ def llama_layer(
         experts: None if every layer has an MLP.
         windows: window of each layer, from `Header.windows`; by default, no layer has a window.
         ffn_norm: name of the second norm.
+        pre_norms: False for a layer that has only post-norms.
         post_norm_eps: epsilon of the norms after attention and feed-forward (``post_attention_norm``,
             ``post_ffw_norm``); None for a layer without post-norms.
         limits: limits of experts' gates in each layer, for `mixture`.
@@ -180,17 +181,35 @@ def llama_layer(
         window = windows[number] if windows else None
         ffn_options: Any = {"activation": activation, "limits": limits[number] if limits else (0.0, 0.0)}
         own_heads, own_rope = heads[number], rope if isinstance(rope, g.Rope) else rope[number]
-        y = norm(at, "attn_norm", x)
+        y = norm(at, "attn_norm", x) if pre_norms else x
         if post_norm_eps is None:
             x = attention(at, y, own_heads, own_rope, residual=x, window=window, **attention_options)
             return feed_forward(at, norm(at, ffn_norm, x), ffn, residual=x, **ffn_options)
         behind = replace(at, norm_eps=post_norm_eps)
         y = attention(at, y, own_heads, own_rope, window=window, **attention_options)
         x = add(at, norm(behind, "post_attention_norm", y), x)
-        y = feed_forward(at, norm(at, ffn_norm, x), ffn, **ffn_options)
+        y = feed_forward(at, norm(at, ffn_norm, x) if pre_norms else x, ffn, **ffn_options)
         return add(at, norm(behind, "post_ffw_norm", y), x)
 
     return layer
+
+
+def gpt_like(
+    m: Header,
+    rope: g.Rope | None,
+    *,
+    activation: str,
+    change_embedding: RecordLayer | None = None,
+    **attention_options: Any,
+) -> Graph:
+    """Record a decoder whose layers have LayerNorms and MLPs without a gate, as in GPT-2."""
+    heads, n_ff = m.heads(), m.mlp_width()
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        x = attention(at, layer_norm(at, "attn_norm", x), heads, rope, residual=x, **attention_options)
+        return mlp(at, layer_norm(at, "ffn_norm", x), n_ff, activation=activation, residual=x)
+
+    return decoder(m, layer, change_embedding=change_embedding, output_norm=layer_norm, norm_eps=m.layer_norm_eps)
 
 
 # -- Attention -----------------------------------------------------------------------------------------------------
@@ -501,7 +520,6 @@ class Mamba:
 
     @classmethod
     def read(cls, meta: ModelMetadata) -> Mamba:
-        """Read llama.cpp's keys."""
         n, n_groups, n_state, inner, kernel = (
             meta.read(f"ssm.{key}", int, low=1, high=1 << 20)
             for key in ("time_step_rank", "group_count", "state_size", "inner_size", "conv_kernel")
@@ -542,7 +560,6 @@ class DeltaNet:
 
     @classmethod
     def read(cls, meta: ModelMetadata) -> DeltaNet:
-        """Read llama.cpp's keys."""
         n_keys, n_values, dim, inner, kernel = (
             meta.read(f"ssm.{key}", int, low=1, high=1 << 20)
             for key in ("group_count", "time_step_rank", "state_size", "inner_size", "conv_kernel")

@@ -6,11 +6,12 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
+from localllm.models.blocks import Layer, gpt_like, layer_norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import split_heads
 
 _ABSENT = ("attention.key_length", "attention.value_length", "rope.freq_base")
+hf_tensor = split_heads
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -25,23 +26,10 @@ def hf_keys(config: Any) -> dict[str, Any]:
     }
 
 
-def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """Reorder [query | key | value] of each head to the queries, keys and values of all heads."""
-    if "query_key_value" not in name:
-        return array
-    heads = array.reshape(config.num_attention_heads, 3, -1, *array.shape[1:])
-    return heads.swapaxes(0, 1).reshape(array.shape)
-
-
 def record(m: Header) -> Graph:
-    heads, n_ff = m.heads(), m.mlp_width()
     max_bias = m.meta.read("attention.max_alibi_bias", float, 8.0, low=0.0, high=1e3)
 
     def embedding(at: Layer, x: Tensor) -> Tensor:
         return layer_norm(at, "token_embd_norm", x)
 
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        x = attention(at, layer_norm(at, "attn_norm", x), heads, None, residual=x, max_bias=max_bias)
-        return mlp(at, layer_norm(at, "ffn_norm", x), n_ff, activation="gelu", residual=x)
-
-    return decoder(m, layer, change_embedding=embedding, output_norm=layer_norm, norm_eps=m.layer_norm_eps)
+    return gpt_like(m, None, activation="gelu", change_embedding=embedding, max_bias=max_bias)

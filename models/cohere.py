@@ -23,14 +23,7 @@ from localllm.models.blocks import (
     norm as rms_norm,
 )
 from localllm.models.config import Header
-from localllm.models.hf_convert import (
-    head_dim,
-    n_dense_layers,
-    periodic_windows,
-    rotated_part,
-    unscaled,
-    window_keys,
-)
+from localllm.models.hf_convert import head_dim, n_dense_layers, periodic_windows, rotated_part, unscaled, window_keys
 from localllm.models.rope import make_rope
 
 

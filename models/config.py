@@ -29,36 +29,22 @@ MAX_LAYERS = 1 << 16
 
 #: Keys that may stay unread if they have one of these values, which change nothing. An empty tuple accepts any value.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "vocab_size": (),
-    "feed_forward_length": (),  # of an MLP; models with only experts have no MLP
-    # of the kind of norm that the model does not use
-    "attention.layer_norm_epsilon": (),
-    "attention.layer_norm_rms_epsilon": (),
-    "rope.dimension_sections": (),  # of the axes of images, which are equal for text
-    "rope.scaling.finetuned": (),
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "expert_shared_count": (0,),
-    "expert_gating_func": (1,),
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
-    "expert_weights_norm": (True,),
-    "expert_weights_scale": (0.0, 1.0),
-    "leading_dense_block_count": (0,),
-    "use_parallel_residual": (False,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "attention.scale": (0.0,),
-    "attention.output_scale": (0.0, 1.0),
-    "attention.temperature_scale": (0.0,),
-    "attention.shared_kv_layers": (0,),
-    "attn_logit_softcapping": (0.0,),
-    "final_logit_softcapping": (0.0,),
-    "embedding_scale": (0.0, 1.0),
-    "logit_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "rope.scaling.alpha": (0.0,),
-    "tensor_data_layout": ("reference", "Meta AI original pth"),
+    key: values
+    for keys, values in (
+        # of an MLP (models with only experts have none), of the other kind of norm, and of the axes of images, which
+        # are equal for text
+        ("feed_forward_length attention.layer_norm_epsilon attention.layer_norm_rms_epsilon", ()),
+        ("rope.dimension_sections rope.scaling.finetuned vocab_size", ()),
+        ("expert_count expert_used_count expert_shared_count leading_dense_block_count", (0,)),
+        ("expert_group_count expert_group_used_count", (0, 1)),
+        ("expert_gating_func expert_weights_norm", (1,)),
+        ("use_parallel_residual attention.clamp_kqv attention.max_alibi_bias attention.scale", (0,)),
+        ("attention.temperature_scale attention.shared_kv_layers rope.scaling.alpha", (0,)),
+        ("attn_logit_softcapping final_logit_softcapping", (0,)),
+        ("expert_weights_scale attention.output_scale embedding_scale logit_scale residual_scale", (0, 1)),
+        ("tensor_data_layout", ("reference", "Meta AI original pth")),
+    )
+    for key in keys.split()
 }
 
 #: Prefixes of keys, and a substring in the names of the tensors that the keys describe. Converters write keys for a
@@ -130,9 +116,9 @@ class ModelMetadata:
         layers = (ModelMetadata({full: v}, self.architecture) for v in values[:n_layers])
         return tuple(layer.read(key, kind, low=low, high=high) for layer in layers)
 
-    def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, low: float, high: float) -> int:
-        """Return an integer that must be the same for all layers. The file may contain a list of one per layer."""
-        first, *more = self.read_each(key, n_layers, int, default, low=low, high=high)
+    def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, high: float) -> int:
+        """Return a positive integer, the same for all layers. The file may contain a list with one per layer."""
+        first, *more = self.read_each(key, n_layers, int, default, low=1, high=high)
         if any(value != first for value in more):
             raise ModelError(
                 f"{self.architecture}.{key} differs from layer to layer, which localllm does not support yet"
@@ -338,13 +324,13 @@ class Header:
         return list(zip(*both, strict=True))
 
     def mlp_width(self) -> int:
-        return self.meta.read_uniform("feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
+        return self.meta.read_uniform("feed_forward_length", self.config.n_layers, high=1 << 24)
 
     def heads(self) -> Heads:
         """Return the attention heads, which are the same in all layers. By default, they share the hidden width."""
         meta, n_layers = self.meta, self.config.n_layers
-        n = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
-        return self._heads(n, meta.read_uniform("attention.head_count_kv", n_layers, n, low=1, high=n))
+        n = meta.read_uniform("attention.head_count", n_layers, high=1 << 14)
+        return self._heads(n, meta.read_uniform("attention.head_count_kv", n_layers, n, high=n))
 
     def heads_by_layer(self) -> tuple[Heads | None, ...]:
         """Return the attention heads of each layer; None for layers without attention (``head_count_kv`` is 0)."""
@@ -426,7 +412,7 @@ class Header:
             if f"blk.{self.config.n_layers - 1}.ffn_gate_inp.weight" in self.weights:
                 raise ModelError(f"the file has experts, but no {meta.architecture}.expert_count: is it complete?")
             return None
-        n_used = meta.read_uniform("expert_used_count", self.config.n_layers, low=1, high=1 << 10)
+        n_used = meta.read_uniform("expert_used_count", self.config.n_layers, high=1 << 10)
         if n_used > n:
             raise ModelError(
                 f"{meta.architecture}.expert_used_count is {n_used}, more than the {n} experts that "
@@ -436,7 +422,7 @@ class Header:
         n_ff = (
             self.mlp_width()
             if width is None
-            else meta.read_uniform("expert_feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
+            else meta.read_uniform("expert_feed_forward_length", self.config.n_layers, high=1 << 24)
         )
         function = meta.read("expert_gating_func", int, 0, low=0, high=4)
         n_groups, n_top_groups = (

@@ -24,17 +24,14 @@ def _is_ocr(config: Any) -> bool:
 def hf_keys(config: Any) -> dict[str, Any]:
     kinds = getattr(config, "mlp_layer_types", None)
     n_dense = kinds.count("dense") if kinds else getattr(config, "first_k_dense_replace", None)
-    return (
-        rotated_part(config)
-        | ({} if _is_ocr(config) else unscaled(config))
-        | {
-            "vocab_size": config.vocab_size,
-            "leading_dense_block_count": n_dense or 0,
-            "expert_shared_count": config.n_shared_experts,
-            "expert_weights_scale": getattr(config, "routed_scaling_factor", 1.0),
-            "expert_weights_norm": getattr(config, "norm_topk_prob", None) or None,
-        }
-    )
+    keys = rotated_part(config) | ({} if _is_ocr(config) else unscaled(config))
+    return keys | {
+        "vocab_size": config.vocab_size,
+        "leading_dense_block_count": n_dense or 0,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": getattr(config, "routed_scaling_factor", 1.0),
+        "expert_weights_norm": getattr(config, "norm_topk_prob", None) or None,
+    }
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:

@@ -91,7 +91,7 @@ class Latents:
         Without ``has_value_length``, the heads' values share the hidden width equally.
         """
         meta, n_layers = m.meta, m.config.n_layers
-        n_heads = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
+        n_heads = meta.read_uniform("attention.head_count", n_layers, high=1 << 14)
         meta.skip("attention.head_count_kv", "attention.key_length", "attention.value_length")  # of the latents
         n_latent = meta.read("attention.kv_lora_rank", int, low=1, high=512)
         n_rot = meta.read("rope.dimension_count", int, low=0, high=128)

@@ -137,7 +137,6 @@ class AttentionConfig:
 
     @classmethod
     def read(cls, m: Header) -> AttentionConfig:
-        """Read llama.cpp's keys."""
         meta, n_layers, heads = m.meta, m.config.n_layers, m.heads()
         ratios = meta.find("attention.compress_ratios")
         valid_ratios = (0, *(1 << power for power in range(2, _MOST.bit_length())))

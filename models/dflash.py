@@ -43,19 +43,17 @@ def hf_keys(config: Any) -> dict[str, Any]:
     layers, act = setting("target_layer_ids"), setting("hidden_act")
     check_target(config, len(layers))
     has_windows = config.model_type == "muse_glimmer_assistant" or setting("use_sliding_window")
-    return (
-        (window_keys(config) if has_windows else {})
-        | (rotated_part(config) if "partial_rotary_factor" in config.rope_parameters else {})
-        | {
-            "block_size": setting("block_size", _BLOCK_SIZE),
-            "target_layers": [i + 1 for i in layers],  # inputs of the layers after them
-            "hidden_activation": None if act == "silu" else act,
-            "embedding_scale": setting("input_embedding_scale"),
-            "attention.value_scale": setting("attention_value_scale"),
-            "attention.causal": setting("is_causal", setting("causal")),
-            ".tokenizer.ggml.mask_token_id": setting("mask_token_id"),
-        }
-    )
+    keys = window_keys(config) if has_windows else {}
+    keys |= rotated_part(config) if "partial_rotary_factor" in config.rope_parameters else {}
+    return keys | {
+        "block_size": setting("block_size", _BLOCK_SIZE),
+        "target_layers": [i + 1 for i in layers],  # inputs of the layers after them
+        "hidden_activation": None if act == "silu" else act,
+        "embedding_scale": setting("input_embedding_scale"),
+        "attention.value_scale": setting("attention_value_scale"),
+        "attention.causal": setting("is_causal", setting("causal")),
+        ".tokenizer.ggml.mask_token_id": setting("mask_token_id"),
+    }
 
 
 def read_block(meta: ModelMetadata, n_vocab: int) -> tuple[int, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.graph import Graph, Tensor
-from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, norm
+from localllm.kernels.graph import Graph
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import window_keys
 from localllm.models.rope import make_rope
@@ -17,15 +17,6 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    heads, n_ff, windows = m.heads(), m.mlp_width(), m.windows(period=4)
-    rope = make_rope(m, heads.key_dim)
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        window = windows[at.number]
-        is_rotated = window is not None or not any(windows)
-        y = attention(at, x, heads, rope if is_rotated else None, qk_norm="head", window=window)
-        x = add(at, norm(at, "post_attention_norm", y), x)
-        y = gated_mlp(at, x, n_ff)
-        return add(at, norm(at, "post_ffw_norm", y), x)
-
-    return decoder(m, layer)
+    rope, windows = make_rope(m, m.heads().key_dim), m.windows(period=4)
+    ropes = [rope if window or not any(windows) else None for window in windows]
+    return llama_like(m, ropes, windows=windows, pre_norms=False, post_norm_eps=m.norm_eps, qk_norm="head")

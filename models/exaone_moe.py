@@ -13,15 +13,9 @@ from localllm.models.rope import make_rope
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    keys = window_keys(config) | routing_keys(config)
-    return (
-        keys
-        | unscaled(config)
-        | {
-            "vocab_size": config.vocab_size,
-            "expert_shared_feed_forward_length": config.moe_intermediate_size * config.n_shared_experts,
-        }
-    )
+    keys = window_keys(config) | routing_keys(config) | unscaled(config)
+    width = config.moe_intermediate_size * config.n_shared_experts
+    return keys | {"vocab_size": config.vocab_size, "expert_shared_feed_forward_length": width}
 
 
 def record(m: Header) -> Graph:

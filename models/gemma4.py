@@ -105,7 +105,7 @@ def record(m: Header) -> Graph:
 def read_heads(m: Header) -> list[Heads]:
     """Return the heads of each layer. Heads of layers with a window have a different width."""
     n_layers = m.config.n_layers
-    n = m.meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
+    n = m.meta.read_uniform("attention.head_count", n_layers, high=1 << 14)
     n_kv = m.meta.read_each("attention.head_count_kv", n_layers, int, n, low=1, high=n)
     full, local = m.head_dims(), m.head_dims("_swa")
     dims = [(local if window else full)[0] or full[0] for window in m.windows(period=6, default=None)]

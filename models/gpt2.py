@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Graph, Tensor
-from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp, position_embedding
+from localllm.kernels.graph import Graph
+from localllm.models.blocks import gpt_like, position_embedding
 from localllm.models.config import Header
 from localllm.models.hf_convert import GELU_TANH, Array
 
@@ -32,12 +32,4 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 
 def record(m: Header) -> Graph:
-    heads, n_ff = m.heads(), m.mlp_width()
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        x = attention(at, layer_norm(at, "attn_norm", x), heads, None, residual=x)
-        return mlp(at, layer_norm(at, "ffn_norm", x), n_ff, activation="gelu", residual=x)
-
-    return decoder(
-        m, layer, change_embedding=position_embedding(m), output_norm=layer_norm, norm_eps=m.layer_norm_eps
-    )
+    return gpt_like(m, None, activation="gelu", change_embedding=position_embedding(m))

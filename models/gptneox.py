@@ -8,22 +8,15 @@ from typing import Any
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
 from localllm.models.config import Header
-from localllm.models.hf_convert import GELU, Array, parallel_keys
+from localllm.models.hf_convert import GELU, parallel_keys, split_heads
 from localllm.models.rope import make_rope
 
 HF_MEANT = {"hidden_act": GELU}
+hf_tensor = split_heads
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
     return parallel_keys(config) | {"attention.head_count_kv": None}
-
-
-def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """Reorder [query | key | value] of each head to the queries, keys and values of all heads."""
-    if "query_key_value" not in name:
-        return array
-    heads = array.reshape(config.num_attention_heads, 3, -1, *array.shape[1:])
-    return heads.swapaxes(0, 1).reshape(array.shape)
 
 
 def record(m: Header) -> Graph:

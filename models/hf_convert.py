@@ -25,81 +25,46 @@ SILU, GELU, GELU_TANH = (
     ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
 )
 
+
+def implied(names: str, *values: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the ``values`` that a GGUF file implies for every setting in ``names``; an empty tuple accepts any."""
+    return dict.fromkeys(names.split(), values)
+
+
 #: Settings without a key in GGUF files, and the values that a GGUF file implies. An empty tuple accepts any value. An
 #: architecture's ``HF_MEANT`` replaces single settings.
-MEANT: dict[str, tuple[Any, ...]] = {
-    "hidden_act": SILU,
-    "hidden_activation": SILU,
-    "activation_function": SILU,
-    "activation": SILU,
-    "mlp_hidden_act": SILU,
-    "mamba_hidden_act": SILU,
-    "decoder_sparse_step": (1,),
-    "mlp_only_layers": ([],),
-    "moe_layer_freq": (1,),
-    "add_cross_attention": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "attn_output_gate": (True,),
-    "block_use_swiglu": (True,),
-    "causal": (False,),
-    "full_attn_mod": (1,),
-    "interpolate_factor": (1,),
-    "layer_switch": (4,),
-    "mamba_dt_limit": ([0.0, math.inf],),
-    "mamba_inner_layernorms": (True,),
-    "mamba_use_mlp": (True,),
-    "max_window_layers": (),
-    "mla_use_nope": (True,),
-    "mlp_type": ("default",),
-    "moe_layer_num_skipped": (0,),
-    "moe_router_activation_func": ("sigmoid",),
-    "norm_softmax": (False,),
-    "norm_type": ("layer_norm", "rms", "rmsnorm", "rms_norm"),
-    "normalization_function": ("rmsnorm",),
-    "num_expert_groups": (1,),
-    "num_limited_groups": (1,),
-    "offset_alibi": (100,),
-    "order_of_interleaved_layers": ("local_attn_first",),
-    "parallel_block": (False,),
-    "position_embedding_type": ("absolute", "rope", "rope_gptj", "nope"),
-    "position_embedding_xdrope": (False,),
-    "post_norm": (False,),
-    "prenorm": (False,),
-    "qk_norm": (True,),
-    "qk_layer_norms": (False,),
-    "rope_interleaved": (False,),
-    "use_resampler": (False,),
-    "rotary_emb_fraction": (1.0,),
-    "rotary_emb_interleaved": (False,),
-    "score_func": ("sigmoid",),
-    "score_function": ("sigmoid",),
-    "shared_intermediate_size": (0,),
-    "use_cla": (False,),
-    "use_gated_activation": (True,),
-    "use_parallel_block": (True,),
-    "use_pos_enc": (True,),
-    "use_rms_norm": (False,),
-    "use_rotary_pos_emb": (True,),
-    "use_sliding_window": (False,),
-    "attention_chunk_size": (0,),
-    "attn_logit_softcapping": (0,),
-    "final_logit_softcapping": (0,),
-    "clip_qkv": (),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "time_step_limit": ([0.0, math.inf],),
-    "use_bidirectional_attention": (False,),
-    "is_decoder": (),
-    "num_key_value_heads": (),  # of models with one key/value head per query head
+MEANT: dict[str, tuple[Any, ...]] = (
+    implied("activation activation_function hidden_act hidden_activation mamba_hidden_act mlp_hidden_act", *SILU)
+    | implied("moe_router_activation_func score_func score_function", "sigmoid")
+    | implied("mamba_dt_limit time_step_limit", [0.0, math.inf])
+    | implied("decoder_sparse_step full_attn_mod interpolate_factor moe_layer_freq num_expert_groups", 1)
+    | implied("num_limited_groups", 1)
+    | implied("attention_chunk_size attn_logit_softcapping final_logit_softcapping moe_layer_num_skipped", 0)
+    | implied("shared_intermediate_size", 0)
+    | implied("attn_output_gate block_use_swiglu mamba_inner_layernorms mamba_use_mlp mla_use_nope qk_norm", True)
+    | implied("rope_interleave scale_attn_weights use_gated_activation use_parallel_block use_pos_enc", True)
+    | implied("use_rotary_pos_emb", True)
+    | implied(
+        "add_cross_attention apply_residual_connection_post_layernorm causal norm_softmax parallel_block", False
+    )
+    | implied("position_embedding_xdrope post_norm prenorm qk_layer_norms rope_interleaved use_resampler", False)
+    | implied("rotary_emb_interleaved scale_attn_by_inverse_layer_idx use_bidirectional_attention use_cla", False)
+    | implied("use_rms_norm use_sliding_window", False)
+    | {
+        "layer_switch": (4,),
+        "mlp_only_layers": ([],),
+        "mlp_type": ("default",),
+        "norm_type": ("layer_norm", "rms", "rmsnorm", "rms_norm"),
+        "normalization_function": ("rmsnorm",),
+        "offset_alibi": (100,),
+        "order_of_interleaved_layers": ("local_attn_first",),
+        "position_embedding_type": ("absolute", "rope", "rope_gptj", "nope"),
+        "rotary_emb_fraction": (1.0,),
+    }
     # derived from other settings, or from the shapes of tensors
-    "expand": (),
-    "linear_num_heads": (),
-    "mamba_expand": (),
-    "qk_head_dim": (),
-    "use_qk_norm": (),
-    "classifier_pooling": (),
-    "rope_interleave": (True,),
-}
+    | implied("classifier_pooling clip_qkv expand is_decoder linear_num_heads mamba_expand max_window_layers")
+    | implied("num_key_value_heads qk_head_dim use_qk_norm")
+)
 
 
 def floats(array: Array) -> NDArray[np.float32]:
@@ -131,6 +96,14 @@ def interleave_query_and_key(name: str, array: Array, config: Any) -> Array:
     if name.endswith(("k_proj.weight", "k_proj.bias")):
         return interleave_pairs(array, config.num_key_value_heads)
     return array
+
+
+def split_heads(name: str, array: Array, config: Any) -> Array:
+    """Reorder [query | key | value] of each head to the queries, keys and values of all heads."""
+    if "query_key_value" not in name:
+        return array
+    heads = array.reshape(config.num_attention_heads, 3, -1, *array.shape[1:])
+    return heads.swapaxes(0, 1).reshape(array.shape)
 
 
 def mamba_tensor(name: str, array: Array, config: Any) -> Array:
@@ -238,13 +211,13 @@ def window_keys(config: Any) -> dict[str, Any]:
     return sliding_window(config) | {"attention.sliding_window_pattern": window_pattern(config)}
 
 
-def periodic_windows(config: Any, period: int, *, first: bool = False) -> dict[str, Any]:
+def periodic_windows(config: Any, period: int) -> dict[str, Any]:
     """Return the keys of windows. The pattern is omitted if it is the usual one.
 
-    In the usual pattern, the last (or the ``first``) layer of each ``period`` layers has no window.
+    In the usual pattern, the last layer of each ``period`` layers has no window.
     """
-    pattern, full = window_pattern(config), 0 if first else period - 1
-    is_usual = pattern == [i % period != full for i in range(len(pattern))]
+    pattern = window_pattern(config)
+    is_usual = pattern == [(i + 1) % period != 0 for i in range(len(pattern))]
     return sliding_window(config) if is_usual else window_keys(config)
 
 

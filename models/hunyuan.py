@@ -38,19 +38,16 @@ def _rope_keys(config: Any) -> dict[str, Any]:
     if rope.get("rope_type") not in ("dynamic", "xdrope") or not alpha:
         return {}
     if "_vl" in config.model_type:
+        # Numbers of frequencies for time, column, row and image.  Checkpoints may omit time.
         sections = rope.get("mrope_section") or rope.get("xdrope_section")
+        sections = [0] * (4 - len(sections)) + list(sections) if sections else None
         context = config.max_position_embeddings
-        keys = {"rope.scaling.alpha": alpha, "rope.dimension_sections": _by_axes(sections)}
+        keys = {"rope.scaling.alpha": alpha, "rope.dimension_sections": sections}
     else:
         context = 1 << 18
         keys = {"rope.freq_base": stretched_base(rope["rope_theta"], alpha, head_dim(config))}
     rope.skip("rope_type", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
     return none | keys | {"context_length": context, "rope.scaling.original_context_length": context}
-
-
-def _by_axes(sections: Any) -> list[int] | None:
-    """Return the number of frequencies for time, column, row and image. Checkpoints may omit time."""
-    return [0] * (4 - len(sections)) + list(sections) if sections else None
 
 
 def record(m: Header) -> Graph:

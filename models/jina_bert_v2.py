@@ -11,12 +11,7 @@ from typing import Any
 from localllm.models import bert
 from localllm.models.hf_convert import GELU, encoder_keys
 
-HF_MEANT = {
-    "hidden_act": GELU,
-    "position_embedding_type": ("alibi",),
-    "add_cross_attention": (False,),
-    "is_decoder": (False,),
-}
+HF_MEANT = {"hidden_act": GELU, "position_embedding_type": ("alibi",), "is_decoder": (False,)}
 record = bert.record
 
 

@@ -5,5 +5,5 @@ from __future__ import annotations
 from localllm.models import bert
 from localllm.models.hf_convert import GELU, encoder_keys
 
-HF_MEANT = {"hidden_act": GELU, "add_cross_attention": (False,), "is_decoder": (False,)}
+HF_MEANT = {"hidden_act": GELU, "is_decoder": (False,)}
 hf_keys, record = encoder_keys, bert.record

@@ -21,22 +21,18 @@ _PERIOD = 3
 def hf_keys(config: Any) -> dict[str, Any]:
     pattern, period = window_pattern(config), getattr(config, "global_attn_every_n_layers", None)
     is_periodic = pattern == [bool(i % (period or _PERIOD)) for i in range(len(pattern))]
-    return (
-        encoder_keys(config)
-        | unscaled(config)
-        | {
-            "attention.layer_norm_epsilon": config.norm_eps,
-            "attention.sliding_window": config.local_attention,
-            "attention.sliding_window_pattern": period if is_periodic else pattern,
-            "hidden_activation": getattr(config, "hidden_activation", None),
-            "vocab_size": config.vocab_size,
-        }
-    )
+    keys = encoder_keys(config) | unscaled(config)
+    return keys | {
+        "attention.layer_norm_epsilon": config.norm_eps,
+        "attention.sliding_window": config.local_attention,
+        "attention.sliding_window_pattern": period if is_periodic else pattern,
+        "hidden_activation": getattr(config, "hidden_activation", None),
+        "vocab_size": config.vocab_size,
+    }
 
 
 def record(m: Header) -> Graph:
     heads, n_ff, meta = m.heads(), m.mlp_width(), m.meta
-    eps = meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
     rope, local_rope = make_rope(m, heads.key_dim), make_local_rope(m, heads.key_dim)
     activation = {"gelu": "gelu_erf"}.get(hidden := meta.read("hidden_activation", str, "gelu"), hidden)
     period = meta.find("attention.sliding_window_pattern")
@@ -56,4 +52,4 @@ def record(m: Header) -> Graph:
     def embedding(at: Layer, x: Tensor) -> Tensor:
         return layer_norm(at, "token_embd_norm", x)
 
-    return decoder(m, layer, change_embedding=embedding, output_norm=layer_norm, norm_eps=eps)
+    return decoder(m, layer, change_embedding=embedding, output_norm=layer_norm, norm_eps=m.layer_norm_eps)

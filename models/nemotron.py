@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.graph import Graph, Tensor
-from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
+from localllm.kernels.graph import Graph
+from localllm.models.blocks import gpt_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, rotated_part, unscaled
 from localllm.models.rope import make_rope
@@ -27,11 +27,5 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 
 def record(m: Header) -> Graph:
-    heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim)
     m.meta.skip("attention.layer_norm_rms_epsilon")  # unused, but written by llama.cpp's converter
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        x = attention(at, layer_norm(at, "attn_norm", x), heads, rope, residual=x)
-        return mlp(at, layer_norm(at, "ffn_norm", x), n_ff, activation="relu2", residual=x)
-
-    return decoder(m, layer, output_norm=layer_norm, norm_eps=m.layer_norm_eps)
+    return gpt_like(m, make_rope(m, m.heads().key_dim), activation="relu2")

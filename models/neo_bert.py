@@ -18,16 +18,13 @@ HF_MEANT = {"hidden_act": ("swiglu", "silu")}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    keys = (
-        encoder_keys(config)
-        | unscaled(config)
-        | {
-            "context_length": getattr(config, "max_length", None) or config.max_position_embeddings,
-            "feed_forward_length": 2 * config.intermediate_size // 3,
-            "attention.layer_norm_rms_epsilon": getattr(config, "norm_eps", 1e-6),
-        }
-    )
-    return {"pooling_type": 2} | keys  # the first token's vector, as in the authors' code
+    pooling = {"pooling_type": 2}  # the first token's vector, as in the authors' code
+    keys = pooling | encoder_keys(config) | unscaled(config)
+    return keys | {
+        "context_length": getattr(config, "max_length", None) or config.max_position_embeddings,
+        "feed_forward_length": 2 * config.intermediate_size // 3,
+        "attention.layer_norm_rms_epsilon": getattr(config, "norm_eps", 1e-6),
+    }
 
 
 def record(m: Header) -> Graph:

@@ -5,5 +5,5 @@ from __future__ import annotations
 from localllm.models import bert
 from localllm.models.hf_convert import encoder_keys
 
-HF_MEANT = {"activation_function": ("swiglu",), "mlp_type": (), "add_cross_attention": (False,)}
+HF_MEANT = {"activation_function": ("swiglu",), "mlp_type": ()}
 hf_keys, record = encoder_keys, bert.record

@@ -47,11 +47,9 @@ HF_NAMES = {
     "ple.conv1d": "ple_conv1d",
     "ngram_embedding": "per_layer_token_embd",
 }
-HF_MEANT = {
-    "indexer_kv_heads": (1,),
-    "norm_topk_prob": (True,),
-    "number_of_conv_states": (),
-} | dict.fromkeys(("make_ngram_vocab_size_divisible_by", "split_ngram_parts"), ())
+HF_MEANT = {"indexer_kv_heads": (1,), "norm_topk_prob": (True,), "number_of_conv_states": ()} | dict.fromkeys(
+    ("make_ngram_vocab_size_divisible_by", "split_ngram_parts"), ()
+)
 #: Name of the table of n-gram embeddings.
 _TABLE = "per_layer_token_embd.weight"
 #: Maximum number of tokens of an n-gram, and of heads per length.
@@ -63,18 +61,15 @@ def hf_keys(config: Any) -> dict[str, Any]:
     gate = config.get("output_gate_type") or config.hidden_act
     if gate != "sigmoid":
         raise ModelError(f"config.json has output_gate_type = {quoted(gate)}, but GGUF files mean sigmoid")
-    return (
-        qwen35.hf_keys(config)
-        | {
-            "hyper_connection.count": config.hc_count,
-            "hyper_connection.low_rank": config.hc_lowrank,
-            "attention.indexer.head_count": getattr(config, "indexer_n_heads", None),
-            "attention.indexer.key_length": getattr(config, "indexer_head_dim", None),
-            "attention.indexer.top_k": getattr(config, "indexer_budget", None),
-            "attention.compress_ratios": [0 if kind == "linear_attention" else ratio for kind in config.layer_types],
-        }
-        | _ngram_keys(config)
-    )
+    return qwen35.hf_keys(config) | {
+        "hyper_connection.count": config.hc_count,
+        "hyper_connection.low_rank": config.hc_lowrank,
+        "attention.indexer.head_count": getattr(config, "indexer_n_heads", None),
+        "attention.indexer.key_length": getattr(config, "indexer_head_dim", None),
+        "attention.indexer.top_k": getattr(config, "indexer_budget", None),
+        "attention.compress_ratios": [0 if kind == "linear_attention" else ratio for kind in config.layer_types],
+        **_ngram_keys(config),
+    }
 
 
 def _ngram_keys(config: Any) -> dict[str, Any]:

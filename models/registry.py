@@ -11,7 +11,7 @@ from localllm.errors import KernelError, ModelError, UnsupportedArchitectureErro
 from localllm.kernels.graph import CacheType, Graph
 from localllm.kernels.operations import RopeAppend
 from localllm.models.config import Header, ModelConfig, ModelMetadata, read_architecture, read_general
-from localllm.models.hf_convert import Array, rope_factors
+from localllm.models.hf_convert import MEANT, Array, rope_factors
 from localllm.models.pooling import Pooling, read_kind
 from localllm.models.weights import ModelFile, Weights
 
@@ -31,7 +31,14 @@ class Conversion:
     # Return additional tensors for a configuration, which are not in the checkpoint.
     extra: Callable[[Any], Mapping[str, Array]] = rope_factors
     # Settings without a key in GGUF files, and their implied values: see `localllm.models.hf_convert.MEANT`.
-    meant: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    meant: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: MEANT)
+
+    @classmethod
+    def of(cls, module: Any, meant: Mapping[str, tuple[Any, ...]]) -> Conversion:
+        """Return the conversion in a module, whose ``HF_MEANT`` replaces settings in ``meant``."""
+        hooks = {name: getattr(module, f"hf_{name}", None) for name in ("keys", "tensor", "extra")}
+        functions = {name: function for name, function in hooks.items() if function}
+        return cls(getattr(module, "HF_NAMES", {}), **functions, meant={**meant, **getattr(module, "HF_MEANT", {})})
 
 
 @dataclass(frozen=True)
@@ -53,17 +60,12 @@ class Architecture:
 
     @property
     def record(self) -> Callable[[Header], Graph]:
-        """Function that records the forward pass."""
         record: Callable[[Header], Graph] = import_module(f"localllm.models.{self.module}").record
         return record
 
     @property
     def conversion(self) -> Conversion:
-        """Conversion from Hugging Face's checkpoints to GGUF."""
-        module = import_module(f"localllm.models.{self.module}")
-        hooks = {name: getattr(module, f"hf_{name}", None) for name in ("keys", "tensor", "extra")}
-        functions = {name: function for name, function in hooks.items() if function}
-        return Conversion(getattr(module, "HF_NAMES", {}), **functions, meant=getattr(module, "HF_MEANT", {}))
+        return Conversion.of(import_module(f"localllm.models.{self.module}"), MEANT)
 
 
 ARCHITECTURES: dict[str, Architecture] = {

@@ -70,7 +70,6 @@ def layer_inputs(target: Graph, numbers: list[int], width: int) -> Tensor:
 
 
 def embedding(target: Graph, d: int) -> Weight:
-    """Return the target model's embedding table."""
     table = next(node.operation.table for node in target.nodes if isinstance(node.operation, Embed))
     if table.shape[1] != d:
         raise ModelError(
@@ -80,7 +79,6 @@ def embedding(target: Graph, d: int) -> Weight:
 
 
 def head(target: Graph, d: int, n_vocab: int) -> Weight:
-    """Return the target model's output matrix."""
     products = (node.operation for node in reversed(target.nodes) if isinstance(node.operation, Linear))
     weight = next(products).matrix.weight
     if weight.shape != (n_vocab, d):

@@ -32,7 +32,6 @@ class ModelFile(Protocol):
     @property
     def tensors(self) -> Mapping[str, Weight]:
         """Tensors by name."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -239,8 +238,8 @@ def slopes(n: int, max_bias: float) -> ArrayWeight:
 
 
 @dataclass(frozen=True)
-class DistanceBiases:
-    """Biases of scores per head and distance, from a table of buckets of distances.
+class DistanceBiases(FloatView):
+    """Biases of scores per head and distance, from a table [buckets, heads] of buckets of distances.
 
     The biases are constant for distances above ``reach`` tokens. One half of the buckets is for earlier tokens, the
     other half for later tokens. In each half, the first half of the buckets contain one distance each. The sizes of
@@ -249,28 +248,23 @@ class DistanceBiases:
     Source: T5, arXiv:1910.10683.
     """
 
-    table: Weight  # [buckets, heads]
     name = "attn_rel_b"
-    type = GGMLType.F32
     reach = 128
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.table.shape[1] * (2 * self.reach + 1),)
+        return (self.whole.shape[1] * (2 * self.reach + 1),)
 
-    @property
-    def data(self) -> NDArray[np.uint8]:
-        table = floats(self.table).astype(np.float32)
+    def values(self) -> NDArray[np.float32]:
+        table = floats(self.whole)
         half = len(table) // 2
         exact, ahead = half // 2, np.arange(-self.reach, self.reach + 1)
         far = np.log(np.maximum(np.abs(ahead), 1).astype(np.float32) / np.float32(exact))
         # T5's code computes in float32, and the borders between buckets depend on the rounding.
         far = far / np.float32(math.log(self.reach / exact)) * np.float32(half - exact)
         bucket = np.where(np.abs(ahead) < exact, np.abs(ahead), np.minimum(exact + far.astype(int), half - 1))
-        return np.ascontiguousarray(table[bucket + half * (ahead > 0)].T).reshape(-1).view(np.uint8)
-
-    def drop_pages(self) -> None:
-        self.table.drop_pages()
+        biases: NDArray[np.float32] = table[bucket + half * (ahead > 0)].T
+        return biases
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,14 +20,11 @@ class F32(BlockFormat):
         out[:, 0] = self.fields(blocks)["x"]
 
 
-class F16(BlockFormat):
+class F16(F32):
     """IEEE 754 binary16."""
 
     type = GGMLType.F16
     layout = np.dtype([("x", "<f2")])
-
-    def decode(self, blocks: Bytes, out: Floats) -> None:
-        out[:, 0] = self.fields(blocks)["x"]
 
 
 class BF16(BlockFormat):

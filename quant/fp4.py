@@ -16,11 +16,6 @@ from localllm.quant.types import GGMLType
 E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
-def _half_e8m0() -> Floats:
-    """Return half of 2^(e - 127) for every e in 0..255. The specification's NaN (255) is 2^127 in GGML."""
-    return np.ldexp(np.float32(1), np.arange(256) - 128).astype(np.float32)
-
-
 def _half_ue4m3() -> Floats:
     """Return half of the unsigned E4M3 number for every byte. The top bit is ignored; GGML's NaN (0x7F) is 0."""
     code = np.arange(256)
@@ -32,8 +27,8 @@ def _half_ue4m3() -> Floats:
     return (value / 2).astype(np.float32)
 
 
-#: Halved scales by their byte: float32 [256].
-HALF_E8M0 = _half_e8m0()
+#: Halved scales by their byte: float32 [256].  E8M0 is 2^(e - 127); the specification's NaN (255) is 2^127 in GGML.
+HALF_E8M0: Floats = np.ldexp(np.float32(1), np.arange(256) - 128).astype(np.float32)
 HALF_UE4M3 = _half_ue4m3()
 
 

@@ -6,7 +6,7 @@ k codes, the next bits the next k codes, and so on. The drawings show runs and p
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,28 @@ def _unpack_planes(data: Bytes, run: int, width: int) -> Bytes:
     return bit_planes(data.reshape(len(data), -1, run), width).reshape(len(data), BLOCK_LENGTH)
 
 
-def _pack_planes(codes: Ints, run: int, width: int) -> Bytes:
-    """Pack codes, the inverse of `_unpack_planes`."""
-    planes = codes.reshape(len(codes), -1, 8 // width, run)
-    return join_bit_planes(planes, width).reshape(len(codes), -1)
+class PlaneFormat(PackableFormat):
+    """A format whose codes are stored in bit planes."""
+
+    # (field, bytes of a run, bits per code), the field with the highest bits first
+    planes: ClassVar[tuple[tuple[str, int, int], ...]]
+
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
+        (name, run, width), *lower = self.planes
+        codes = _unpack_planes(block[name], run, width)
+        for name, run, width in lower:
+            codes <<= width
+            codes |= _unpack_planes(block[name], run, width)
+        return codes
+
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        for name, run, width in reversed(self.planes):
+            planes = (codes & ((1 << width) - 1)).reshape(len(codes), -1, 8 // width, run)
+            block[name] = join_bit_planes(planes, width).reshape(len(codes), -1)
+            codes = codes >> width
 
 
-class _SixBitScales(PackableFormat):
+class _SixBitScales(PlaneFormat):
     """Q4_K and Q5_K: eight 6-bit sub-scales A..H and sub-minima a..h in twelve bytes::
 
     byte  0: EEAAAAAA    byte  4: eeaaaaaa    byte  8: eeeeEEEE   (the lower four bits of e and E;
@@ -53,7 +68,7 @@ class _SixBitScales(PackableFormat):
         block["scales"] = np.concatenate([first, second, third], axis=1)
 
 
-class Q2_K(PackableFormat):
+class Q2_K(PlaneFormat):
     """value = d · S · code - dmin · M, code in 0..3, S and M of 16 values in 0..15::
 
     scales  u8[16]   sub-block s: MMMMSSSS
@@ -65,12 +80,7 @@ class Q2_K(PackableFormat):
     type = GGMLType.Q2_K
     layout = np.dtype([("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2"), ("dmin", "<f2")])
     sub_length = 16
-
-    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
-        return _unpack_planes(block["qs"], 32, 2)
-
-    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
-        block["qs"] = _pack_planes(codes, 32, 2)
+    planes = (("qs", 32, 2),)
 
     def unpack_scales(self, block: npt.NDArray[Any]) -> tuple[Ints, Ints]:
         return block["scales"] & 15, block["scales"] >> 4
@@ -79,7 +89,7 @@ class Q2_K(PackableFormat):
         block["scales"] = sub_scales | sub_mins << 4
 
 
-class Q3_K(PackableFormat):
+class Q3_K(PlaneFormat):
     """value = d · S · (code - 4), code in 0..7, S of 16 values in -32..31::
 
     hmask   u8[32]   third bits of the codes, 1 × 32
@@ -96,16 +106,7 @@ class Q3_K(PackableFormat):
     layout = np.dtype([("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2")])
     offset = 4
     sub_length = 16
-
-    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
-        codes = _unpack_planes(block["hmask"], 32, 1)
-        codes <<= 2
-        codes |= _unpack_planes(block["qs"], 32, 2)
-        return codes
-
-    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
-        block["hmask"] = _pack_planes(codes >> 2, 32, 1)
-        block["qs"] = _pack_planes(codes & 3, 32, 2)
+    planes = ("hmask", 32, 1), ("qs", 32, 2)
 
     def unpack_scales(self, block: npt.NDArray[Any]) -> tuple[Ints, None]:
         low = bit_planes(block["scales"][:, :8], 4).reshape(len(block), 16)
@@ -130,11 +131,7 @@ class Q4_K(_SixBitScales):
     type = GGMLType.Q4_K
     layout = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)])
 
-    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
-        return _unpack_planes(block["qs"], 32, 4)
-
-    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
-        block["qs"] = _pack_planes(codes, 32, 4)
+    planes = (("qs", 32, 4),)
 
 
 class Q5_K(_SixBitScales):
@@ -150,18 +147,10 @@ class Q5_K(_SixBitScales):
     type = GGMLType.Q5_K
     layout = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)])
 
-    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
-        codes = _unpack_planes(block["qh"], 32, 1)
-        codes <<= 4
-        codes |= _unpack_planes(block["qs"], 32, 4)
-        return codes
-
-    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
-        block["qh"] = _pack_planes(codes >> 4, 32, 1)
-        block["qs"] = _pack_planes(codes & 15, 32, 4)
+    planes = ("qh", 32, 1), ("qs", 32, 4)
 
 
-class Q6_K(PackableFormat):
+class Q6_K(PlaneFormat):
     """value = d · S · (code - 32), code in 0..63, S of 16 values in -128..127::
 
     ql      u8[128]   lower four bits of the codes, 2 × 64
@@ -174,16 +163,7 @@ class Q6_K(PackableFormat):
     layout = np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")])
     offset = 32
     sub_length = 16
-
-    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
-        codes = _unpack_planes(block["qh"], 32, 2)
-        codes <<= 4
-        codes |= _unpack_planes(block["ql"], 64, 4)
-        return codes
-
-    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
-        block["ql"] = _pack_planes(codes & 15, 64, 4)
-        block["qh"] = _pack_planes(codes >> 4, 32, 2)
+    planes = ("qh", 32, 2), ("ql", 64, 4)
 
     def unpack_scales(self, block: npt.NDArray[Any]) -> tuple[Ints, None]:
         return np.ascontiguousarray(block["scales"]), None

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from localllm.quant.bits import Bytes, Ints, bit_planes, join_bit_planes
 from localllm.quant.block_format import PackableFormat
+from localllm.quant.kquants import PlaneFormat
 from localllm.quant.types import GGMLType
 
 BLOCK_LENGTH = 256
@@ -60,7 +61,7 @@ class TQ1_0(PackableFormat):
         block["qh"] = _pack_trits(codes[:, 240:], 4)
 
 
-class TQ2_0(PackableFormat):
+class TQ2_0(PlaneFormat):
     """value = d · (code - 1), code in 0..2 (a stored 3 decodes to 2 · d)::
 
     qs  u8[64]   codes, 2 bits, 2 runs of 4 planes of 32
@@ -71,12 +72,7 @@ class TQ2_0(PackableFormat):
     layout = np.dtype([("qs", "u1", 64), ("d", "<f2")])
     offset = 1
     sub_length = BLOCK_LENGTH
-
-    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
-        return bit_planes(block["qs"].reshape(-1, 2, 32), 2).reshape(len(block), BLOCK_LENGTH)
-
-    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
-        block["qs"] = join_bit_planes(codes.reshape(-1, 2, 4, 32), 2).reshape(-1, 64)
+    planes = (("qs", 32, 2),)
 
 
 class Q1_0(PackableFormat):

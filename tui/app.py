@@ -109,7 +109,6 @@ class ChatApp(BaseApp):
 
     @property
     def session(self) -> ChatSession:
-        """The visible chat."""
         return self._chat.session
 
     @property

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from localllm.console import StatusLine, is_terminal, say, warn
 from localllm.errors import ContextLengthError, LocalLLMError, UsageError
@@ -46,7 +47,7 @@ class InputReader:
         """``history`` is the file of the input history, used if Python has readline; None: no history."""
         self.interactive = is_terminal(sys.stdin)
         self._history = history
-        self._edits = self.interactive and is_terminal(sys.stdout) and _load_history(history)
+        self._readline = _load_readline(history) if self.interactive and is_terminal(sys.stdout) else None
 
     def read(self) -> str | None:
         """Return the next message, or None at the end of the input.
@@ -60,12 +61,10 @@ class InputReader:
             text = self._joined(line.lstrip().removeprefix(BLOCK), BLOCK).strip("\n")
         else:
             text = self._joined(line, None)
-        if self._edits and self._history is not None and sys.platform != "win32":
-            import readline
-
+        if self._readline is not None and self._history is not None:
             with contextlib.suppress(OSError):
                 create_private(self._history)
-                readline.write_history_file(self._history)
+                self._readline.write_history_file(self._history)
         return text
 
     def answer(self, question: str) -> str:
@@ -74,21 +73,14 @@ class InputReader:
 
     def edit(self, text: str) -> str | None:
         """Let the user edit ``text``, in place if possible. Returns None at the end of the input."""
-        if self._edits and "\n" not in text and text.isprintable():
-            return self._changed(text)
-        say(f"{escape_controls(text)}\n(type all of the new text; an empty line keeps the old text)")
-        return self.read()
-
-    def _changed(self, text: str) -> str | None:
-        if sys.platform == "win32":  # without readline
-            return None
-        import readline
-
-        readline.set_startup_hook(partial(readline.insert_text, text))
+        if self._readline is None or "\n" in text or not text.isprintable():
+            say(f"{escape_controls(text)}\n(type all of the new text; an empty line keeps the old text)")
+            return self.read()
+        self._readline.set_startup_hook(partial(self._readline.insert_text, text))
         try:
             return self._line("edit> ")
         finally:
-            readline.set_startup_hook()
+            self._readline.set_startup_hook()
 
     def _joined(self, line: str, end: str | None) -> str:
         """Join ``line`` with the next lines, up to ``end``; if ``end`` is None, while lines end with a backslash."""
@@ -102,7 +94,7 @@ class InputReader:
         return "\n".join([*lines, line.rstrip().removesuffix(end) if end else line])
 
     def _line(self, prompt: str) -> str | None:
-        if self._edits:
+        if self._readline is not None:
             try:
                 line = input(prompt)
                 line.encode()
@@ -127,19 +119,19 @@ class InputReader:
             raise UsageError("standard input is not valid UTF-8: convert it to UTF-8") from None
 
 
-def _load_history(history: Path | None) -> bool:
-    """Load the history, so that `input` supports line editing. Returns whether readline is available."""
+def _load_readline(history: Path | None) -> Any:
+    """Return the module readline with the history, so that `input` supports line editing; None if it is missing."""
     if sys.platform == "win32":
-        return False
+        return None
     try:
         import readline
     except ImportError:  # Python was built without readline
-        return False
+        return None
     readline.set_history_length(_MAX_HISTORY)
     if history is not None:
         with contextlib.suppress(OSError):
             readline.read_history_file(history)
-    return True
+    return readline
 
 
 #: Lines are not wrapped on terminals with fewer columns.
@@ -159,8 +151,6 @@ _REPLY_TOO_LONG = "the reply has filled the context of {context:,} tokens, and t
 
 
 class LineChat(commands.UI):
-    """The chat without a screen."""
-
     def __init__(
         self,
         session: ChatSession,

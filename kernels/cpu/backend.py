@@ -207,7 +207,6 @@ class CPUStep(Step):
         return ids.reshape(numbers[N_TOKENS], -1)
 
     def _fill(self, batch: Batch, hidden: Output | None) -> None:
-        """Write a batch to the buffers that the program reads."""
         batch.check_size(self._tables.max_tokens, self._tables.max_outputs)
         batch.check(self.cache, self._n_joined)
         if self.pool is not None:

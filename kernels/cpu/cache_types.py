@@ -70,7 +70,6 @@ class CPUCacheLayout:
         return -(-head_dim // multiple) * multiple
 
     def scale_bytes(self, head_dim: int) -> int:
-        """Return the bytes of a block's scales."""
         return 2 * PAGE * (self.head(head_dim) // self.per_scale) if self.per_scale else 0
 
     def block_bytes(self, head_dim: int) -> int:

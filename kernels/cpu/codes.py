@@ -33,24 +33,24 @@ def _bits(b: Any, x: Any, n: Any, mask: int) -> Any:
     return b.and_(b.bitcast(shifted, i8x64.llvm), constant(mask, i8, 64))
 
 
-def _halves_of(b: Any, address: Any, n: int) -> Any:
-    """Return the lower halves of n bytes, followed by their upper halves."""
-    x = load(b, address, ir.VectorType(i8, n))
-    return join(b, [b.and_(x, constant(15, i8, n)), b.lshr(x, constant(4, i8, n))])
+def _halves_of(b: Any, address: Any) -> Any:
+    """Return the lower halves of eight bytes, followed by their upper halves."""
+    x = load(b, address, ir.VectorType(i8, 8))
+    return join(b, [b.and_(x, constant(15, i8, 8)), b.lshr(x, constant(4, i8, 8))])
 
 
 @op(f32x16, intp)
 def load_u4x16(b, address):
     """Load sixteen 4-bit codes in the layout of latents (`localllm.kernels.cpu.cache_types`), minus 8."""
-    return b.sitofp(b.sub(_halves_of(b, address, 8), constant(8, i8, 16)), f32x16.llvm)
+    return b.sitofp(b.sub(_halves_of(b, address), constant(8, i8, 16)), f32x16.llvm)
 
 
 @op(f32x16, intp)
 def load_u5x16(b, address):
     """Load sixteen 5-bit codes, minus 16."""
-    high = load(b, b.add(address, ir.Constant(i64, 8)), i16)
+    high = load(b, behind(b, address, 8), i16)
     fifth = b.select(b.bitcast(high, ir.VectorType(ir.IntType(1), 16)), constant(0, i8, 16), constant(-16, i8, 16))
-    return b.sitofp(b.add(_halves_of(b, address, 8), fifth), f32x16.llvm)
+    return b.sitofp(b.add(_halves_of(b, address), fifth), f32x16.llvm)
 
 
 @op(i8x64, i8x64, intp, literal)
@@ -68,8 +68,7 @@ def load_bit_packed(b, words, v, bits):
     code = constant(0, i8, 64)
     up = 0
     for word, first, n in BIT_RUNS[bits][v]:
-        address = b.add(words, ir.Constant(i64, 64 * word))
-        code = b.or_(code, _moved_bits(b, load(b, address, i8x64.llvm), first, up, n))
+        code = b.or_(code, _moved_bits(b, load(b, behind(b, words, 64 * word), i8x64.llvm), first, up, n))
         up += n
     return code
 
@@ -137,9 +136,7 @@ def _bytes_of_words(b: Any, x: Any, bytes_of_word: Sequence[int | None]) -> Any:
         return word
     zero = 64
     lanes = [zero if n is None else 4 * word + n for word in range(16) for n in bytes_of_word]
-    every = ir.Constant(ir.VectorType(i32, 64), lanes)
-    shuffled = b.shuffle_vector(b.bitcast(x, i8x64.llvm), constant(0, i8, 64), every)
-    return b.bitcast(shuffled, i32x16.llvm)
+    return b.bitcast(shuffle(b, lanes, b.bitcast(x, i8x64.llvm), constant(0, i8, 64)), i32x16.llvm)
 
 
 def _shifted_pairs(b: Any, x: Any, n: int) -> Any:

@@ -59,10 +59,6 @@ def multiplies_matrices() -> bool:
     return dot_kind() == "smmla"
 
 
-def _at(b: Any, address: Any, offset: int) -> Any:
-    return b.add(address, ir.Constant(i64, offset)) if offset else address
-
-
 def _column(n: int) -> int:
     """Return the offset of the activation of column n in a record."""
     return n // 8 * 16 + n % 8 if multiplies_matrices() else n
@@ -88,23 +84,19 @@ def token_place(b, i):
 @op(intp, intp)
 def scale_place(b, record):
     """Return the address of a record's scale and, after it, the sum of its codes, both float32."""
-    return _at(b, record, _scale_offset())
+    return behind(b, record, _scale_offset())
 
 
 @op(intp, intp)
 def sums_place(b, record):
     """Return the address of the sums of both halves of a record's codes, as 16-bit numbers."""
-    return _at(b, record, _sums_offset())
+    return behind(b, record, _sums_offset())
 
 
 @op(intp, intp)
 def second_half(b, record):
     """Return the address of a record's codes from column 16 on."""
-    return _at(b, record, _column(16))
-
-
-def _lanes(b: Any, x: Any, lanes: Sequence[int]) -> Any:
-    return b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, len(lanes)), lanes))
+    return behind(b, record, _column(16))
 
 
 def _spread(b: Any, tokens: int, address: Any, element: Any, lane: int = 0) -> Any:
@@ -113,37 +105,36 @@ def _spread(b: Any, tokens: int, address: Any, element: Any, lane: int = 0) -> A
     element: f32 or i32.  lane: 0 or 1, the position of the number.
     """
     if tokens > 1 and multiplies_matrices():
-        pairs = [load(b, _at(b, address, 2 * RECORD * p), ir.VectorType(element, 4)) for p in range(tokens // 2)]
-        return join(b, [_lanes(b, x, [lane, lane + 2] * 2) for x in pairs for _ in range(2)])
+        pairs = [load(b, behind(b, address, 2 * RECORD * p), ir.VectorType(element, 4)) for p in range(tokens // 2)]
+        return join(b, [shuffle(b, [lane, lane + 2] * 2, x) for x in pairs for _ in range(2)])
     if tokens > 1 and element is f32:  # all floats are read at once, and then selected
-        eights = [load(b, _at(b, address, RECORD * i), ir.VectorType(f32, 2)) for i in range(tokens)]
-        return join(b, [_lanes(b, x, [lane] * (16 // tokens)) for x in eights])
-    loaded = [load(b, _at(b, address, RECORD * i + 4 * lane), element) for i in range(tokens)]
+        eights = [load(b, behind(b, address, RECORD * i), ir.VectorType(f32, 2)) for i in range(tokens)]
+        return join(b, [shuffle(b, [lane] * (16 // tokens), x) for x in eights])
+    loaded = [load(b, behind(b, address, RECORD * i + 4 * lane), element) for i in range(tokens)]
     return join(b, [broadcast(b, x, 16 // tokens) for x in loaded])
 
 
 @_record_op("load_unit", f32x16, intp)
 def load_unit(b, tokens, x):
     """Return the scale of the activations in the record at x."""
-    return _spread(b, tokens, _at(b, x, _scale_offset()), f32, 0)
+    return _spread(b, tokens, behind(b, x, _scale_offset()), f32, 0)
 
 
 @_record_op("load_sum", f32x16, intp)
 def load_sum(b, tokens, x):
     """Return the sum of the activations in the record at x."""
-    return _spread(b, tokens, _at(b, x, _scale_offset()), f32, 1)
+    return _spread(b, tokens, behind(b, x, _scale_offset()), f32, 1)
 
 
 @_record_op("load_sums", i32x16, intp)
 def load_sums(b, tokens, x):
     """Return the sums of both halves of the activations in the record at x, as 16-bit numbers."""
-    return _spread(b, tokens, _at(b, x, _sums_offset()), i32, 0)
+    return _spread(b, tokens, behind(b, x, _sums_offset()), i32, 0)
 
 
 def _interleaved(b: Any, x: Any, y: Any) -> list[Any]:
     """Return two vectors with the lanes 0 of both vectors of four, their lanes 1, and so on."""
-    lanes = [[0, 4, 1, 5], [2, 6, 3, 7]]
-    return [b.shuffle_vector(x, y, ir.Constant(ir.VectorType(i32, 4), indices)) for indices in lanes]
+    return [shuffle(b, lanes, x, y) for lanes in ([0, 4, 1, 5], [2, 6, 3, 7])]
 
 
 @op(f32x16, intp, literal, literal)
@@ -154,7 +145,7 @@ def load_parts(b, address, step, n):
     """
     vector = ir.VectorType(f32, 16 // n)
     pieces = (
-        [load(b, _at(b, address, step * i), vector) for i in range(n)] if step else [load(b, address, vector)] * n
+        [load(b, behind(b, address, step * i), vector) for i in range(n)] if step else [load(b, address, vector)] * n
     )
     if multiplies_matrices():
         pieces = [*_interleaved(b, *pieces[:2]), *_interleaved(b, *pieces[2:])]
@@ -167,9 +158,9 @@ def store_parts(b, address, step, n, value):
     pieces = halves(b, value, n)
     if multiplies_matrices():
         pairs = [join(b, pieces[:2]), join(b, pieces[2:])]
-        pieces = [_lanes(b, pair, list(range(token, 8, 2))) for pair in pairs for token in range(2)]
+        pieces = [shuffle(b, range(token, 8, 2), pair) for pair in pairs for token in range(2)]
     for i, piece in enumerate(pieces):
-        store(b, _at(b, address, step * i), piece)
+        store(b, behind(b, address, step * i), piece)
 
 
 @op(void, intp, i8x64, i8x64, literal)
@@ -184,16 +175,16 @@ def store_two_of_slab(b, address, first, second, offset):
         fours = zip(*(halves(b, b.bitcast(codes, i32x16.llvm), 4) for codes in (first, second)), strict=True)
         first, second = (join(b, list(pieces)) for pieces in zip(*(_interleaved(b, *x) for x in fours), strict=True))
     store(b, address, first)
-    store(b, _at(b, address, 64), second)
+    store(b, behind(b, address, 64), second)
 
 
 @op(i8x64, intp, literal, literal)
 def load_of_slab(b, address, v, offset):
     """Return vector 0 or 1 of the two vectors stored by `store_two_of_slab`."""
-    codes = load(b, _at(b, address, 64 * v), i8x64.llvm)
+    codes = load(b, behind(b, address, 64 * v), i8x64.llvm)
     if multiplies_matrices():
-        both = [halves(b, load(b, _at(b, address, 64 * i), i32x16.llvm), 4) for i in range(2)]
-        fours = [_lanes(b, join(b, list(pieces)), list(range(v, 8, 2))) for pieces in zip(*both, strict=True)]
+        both = [halves(b, load(b, behind(b, address, 64 * i), i32x16.llvm), 4) for i in range(2)]
+        fours = [shuffle(b, range(v, 8, 2), join(b, list(pieces))) for pieces in zip(*both, strict=True)]
         codes = b.bitcast(join(b, fours), i8x64.llvm)
     return b.add(codes, constant(offset, i8, 64)) if offset else codes
 
@@ -210,13 +201,13 @@ def store_activations(b, record, first, second):
     for i, value in enumerate([first, second]):
         codes = b.fptosi(intrinsic(b, "llvm.rint.v16f32", f32x16.llvm, value), ir.VectorType(i8, 16))
         for k, eight in enumerate(halves(b, codes, 2)):
-            store(b, _at(b, record, _column(16 * i + 8 * k)), eight)
+            store(b, behind(b, record, _column(16 * i + 8 * k)), eight)
 
 
 @op(f32x16, intp, literal)
 def load_activations(b, record, half):
     """Return the first or the second sixteen codes of a record."""
-    eights = [load(b, _at(b, record, _column(16 * half + 8 * k)), ir.VectorType(i8, 8)) for k in range(2)]
+    eights = [load(b, behind(b, record, _column(16 * half + 8 * k)), ir.VectorType(i8, 8)) for k in range(2)]
     return b.sitofp(join(b, eights), f32x16.llvm)
 
 
@@ -278,10 +269,10 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
         for i, scale in enumerate(scales):
             start = constant(0, i32, 16)
             if offset and tokens < 4:  # codes in a slab of quarters are already reduced by the offset
-                sums = [b.sext(load(b, _at(b, offsets[1], RECORD * t + 2 * i), i16), i32) for t in range(tokens)]
+                sums = [b.sext(load(b, behind(b, offsets[1], RECORD * t + 2 * i), i16), i32) for t in range(tokens)]
                 products = [broadcast(b, b.mul(x_sum, ir.Constant(i32, -offset)), 16 // tokens) for x_sum in sums]
                 start = join(b, products)
-            group_weights, group_x = weights[n * i : n * (i + 1)], _at(b, x, _column(4 * n * i))
+            group_weights, group_x = weights[n * i : n * (i + 1)], behind(b, x, _column(4 * n * i))
             dot = b.sitofp(_dot(b, tokens, start, group_weights, group_x, bits, None, True), f32x16.llvm)
             # The scale is the same for all tokens.  The scale and the dot product are exact.
             scale = b.fmul(unit, b.sitofp(high_number(b, scale), f32x16.llvm))
@@ -297,14 +288,14 @@ def _with_activations(b: Any, tokens: int, weights: Sequence[Any], x: Any, of_re
     pairs = []
     for v, w in enumerate(weights):
         if dot_kind() not in ("sdot", "smmla"):
-            every = _spread(b, tokens, _at(b, x, 4 * v), i32)
+            every = _spread(b, tokens, behind(b, x, 4 * v), i32)
         elif of_record and multiplies_matrices():
-            eight = load(b, _at(b, x, _column(8 * (v // 2))), ir.VectorType(i32, 2))
-            every = _lanes(b, eight, [v % 2] * 16)
+            eight = load(b, behind(b, x, _column(8 * (v // 2))), ir.VectorType(i32, 2))
+            every = shuffle(b, [v % 2] * 16, eight)
         else:  # select from a lane of sixteen bytes
             if v % 4 == 0:
-                sixteen = [load(b, _at(b, x, RECORD * i + 4 * v), ir.VectorType(i32, 4)) for i in range(tokens)]
-            every = join(b, [_lanes(b, words, [v % 4] * (16 // tokens)) for words in sixteen])
+                sixteen = [load(b, behind(b, x, RECORD * i + 4 * v), ir.VectorType(i32, 4)) for i in range(tokens)]
+            every = join(b, [shuffle(b, [v % 4] * (16 // tokens), words) for words in sixteen])
         pairs.append((w, b.bitcast(every, i8x64.llvm)))
     return pairs
 
@@ -315,7 +306,7 @@ def _dot_of_matrices(b: Any, tokens: int, sums: Any, weights: Sequence[Any], x: 
     for k in range(len(weights) // 2):
         rows = [halves(b, w, 4)[0] for w in weights[2 * k : 2 * k + 2]]  # in the order of `store_two_of_slab`
         for p in range(tokens // 2):
-            both = load(b, _at(b, x, 2 * RECORD * p + _column(8 * k)), ir.VectorType(i8, 16))
+            both = load(b, behind(b, x, 2 * RECORD * p + _column(8 * k)), ir.VectorType(i8, 16))
             for i, two in enumerate(rows):
                 row_pair, name = 2 * p + i, "llvm.aarch64.neon.smmla.v4i32.v16i8"
                 totals[row_pair] = intrinsic(b, name, words, totals[row_pair], two, both)
@@ -470,11 +461,7 @@ def _dot_int16(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
         for w, x in pairs:
             product = b.mul(b.sext(w, wide), b.sext(x, wide))
             total = product if total is None else b.add(total, product)
-        even, odd = (
-            b.shuffle_vector(total, total, ir.Constant(ir.VectorType(i32, n // 2), list(range(first, n, 2))))
-            for first in (0, 1)
-        )
-        totals.append(b.add(even, odd))
+        totals.append(b.add(*(shuffle(b, range(first, n, 2), total) for first in (0, 1))))
     return totals
 
 
@@ -492,7 +479,7 @@ def dot32_s16(b, *values):
     Numbers 2 r and 2 r + 1 of w_v belong to row r, columns 2 v and 2 v + 1.  Sums are exact.
     """
     weights, x = values[:16], values[16]
-    columns = [_int16_pairs(b, w, b.add(x, ir.Constant(i64, 4 * v))) for v, w in enumerate(weights)]
+    columns = [_int16_pairs(b, w, behind(b, x, 4 * v)) for v, w in enumerate(weights)]
     if dot_kind() not in _REGISTERS:
         return join(b, _dot_int16(b, [list(piece) for piece in zip(*columns, strict=True)]))
     vector = ir.VectorType(i32, 16 // _REGISTERS[dot_kind()])

@@ -14,38 +14,45 @@ from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.dots import load_activations, scale_place, store_activations, sums_place, token_place
 from localllm.kernels.cpu.matmul import INT16_RECORD, INT16_SCALE, LARGEST_INT16, int16_record
 from localllm.kernels.cpu.simd import *
+from localllm.kernels.cpu.simd import polynomial_op
 from localllm.kernels.cpu.templates import device, template
 from localllm.kernels.cpu.tiles import OUTLIER, SLAB, TOKENS, X_STEP, x_tile_bytes
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 LOW_HALF, SIXTEEN = np.int32(0xFFFF), np.int32(16)
 
-# exp: the constants of Cephes' expf (Moshier, 1984): ln 2 in two parts, and a polynomial for |r| <= ln(2) / 2.
+# exp: the constants of Cephes' expf (Moshier, 1984), with ln 2 in two parts.
 LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(-0.693359375), np.float32(2.12194440e-4)
-EXP_5, EXP_4, EXP_3 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
-EXP_2, EXP_1, EXP_0 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 #: Below EXP_LOW, exp is 0 (its exponent would be -127); above EXP_HIGH, it is clamped so that it stays finite.
 EXP_LOW, EXP_HIGH = np.float32(-88.1), np.float32(88.37)
 
-# log: the constants of Cephes' logf, for 1/√2 <= 1 + m <= √2.
-LOG_8, LOG_7, LOG_6 = np.float32(7.0376836292e-2), np.float32(-1.1514610310e-1), np.float32(1.1676998740e-1)
-LOG_5, LOG_4, LOG_3 = np.float32(-1.2420140846e-1), np.float32(1.4249322787e-1), np.float32(-1.6668057665e-1)
-LOG_2, LOG_1, LOG_0 = np.float32(2.0000714765e-1), np.float32(-2.4999993993e-1), np.float32(3.3333331174e-1)
-HALF = np.float32(0.5)
+HALF, SQRT_HALF = np.float32(0.5), np.float32(np.sqrt(0.5))
 #: Lower bound of the root's argument in a gate of streams (`localllm.kernels.operations.StreamGate`).
 LEAST_PRODUCT = np.float32(1e-6)
 #: Bits of √2 and of infinity: non-negative floats have the order of their bits, and NaN is greater than infinity.
 SQRT_2_BITS, INFINITY_BITS, MAGNITUDE = np.int32(0x3FB504F3), np.int32(0x7F800000), 0x7FFFFFFF
 
 NAN_BITS = np.int32(0x7FFFFFFF)
-
-ERFC_0, ERFC_1, ERFC_2 = np.float32(-1.26551223), np.float32(1.00002368), np.float32(0.37409196)
-ERFC_3, ERFC_4, ERFC_5 = np.float32(0.09678418), np.float32(-0.18628806), np.float32(0.27886807)
-ERFC_6, ERFC_7, ERFC_8 = np.float32(-1.13520398), np.float32(1.48851587), np.float32(-0.82215223)
-ERFC_9, SQRT_HALF = np.float32(0.17087277), np.float32(np.sqrt(0.5))
 SWIGLU_ALPHA, SWIGLU_LIMIT = np.float32(1.702), np.float32(7)
-
 GELU_SCALE, GELU_CUBIC = np.float32(np.sqrt(2 / np.pi)), np.float32(0.044715)
+
+#: (e ** r - 1 - r) / r², for |r| <= ln(2) / 2.
+exp_polynomial = polynomial_op(
+    "exp_polynomial",
+    (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1),
+)
+#: (log(1 + m) - m + m² / 2) / m³, for 1/√2 <= 1 + m <= √2: the constants of Cephes' logf.
+log_polynomial = polynomial_op(
+    "log_polynomial",
+    (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+     2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+)  # fmt: skip
+#: log(erfc(z) / t) + z², where t = 1 / (1 + z / 2) (Numerical Recipes, within 1.2e-7 of erfc).
+erfc_polynomial = polynomial_op(
+    "erfc_polynomial",
+    (0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418, 0.37409196, 1.00002368,
+     -1.26551223),
+)  # fmt: skip
 
 
 @device
@@ -54,16 +61,6 @@ def exp_rest(x, n):
     exponent = to_float(n)
     r = fma(exponent, splat(LN2_HIGH), x)
     return fma(exponent, splat(LN2_LOW), r)
-
-
-@device
-def exp_polynomial(r):
-    """Return (e ** r - 1 - r) / r²."""
-    p = fma(splat(EXP_5), r, splat(EXP_4))
-    p = fma(p, r, splat(EXP_3))
-    p = fma(p, r, splat(EXP_2))
-    p = fma(p, r, splat(EXP_1))
-    return fma(p, r, splat(EXP_0))
 
 
 @device
@@ -107,16 +104,8 @@ def log_of_one_and(y):
     low, high = splat_int(SQRT_2_BITS), splat_int(INFINITY_BITS)
     m = select_between(bits, low, high, fma(u, splat(HALF), splat(-ONE)), rounded_y)
     exponent = select_between(bits, low, high, splat(ONE), zero_f32x16())
-    p = fma(splat(LOG_8), m, splat(LOG_7))
-    p = fma(p, m, splat(LOG_6))
-    p = fma(p, m, splat(LOG_5))
-    p = fma(p, m, splat(LOG_4))
-    p = fma(p, m, splat(LOG_3))
-    p = fma(p, m, splat(LOG_2))
-    p = fma(p, m, splat(LOG_1))
-    p = fma(p, m, splat(LOG_0))
     z = m * m
-    log = fma(p, m * z, fma(splat(-LN2_LOW), exponent, splat(-HALF) * z)) + m
+    log = fma(log_polynomial(m), m * z, fma(splat(-LN2_LOW), exponent, splat(-HALF) * z)) + m
     log = fma(splat(-LN2_HIGH), exponent, log)
     # If 1 + y was rounded to 1, the logarithm is 0, and the correction would divide by 0.
     return select_between(as_int(rounded_y), splat_int(np.int32(1)), high, log * (y / rounded_y), y)
@@ -228,16 +217,9 @@ def quantise_row(row, tile, token, n_blocks):
 
 
 @kernel
-def quantise(begin, end, x, n_blocks, x_stride, records):
-    """Quantise rows of ``32 * n_blocks`` values to records, in the layout of `localllm.kernels.cpu.tiles`."""
-    for token in range(begin, end):
-        tile = records + token // TOKENS * x_tile_bytes(n_blocks)
-        quantise_row(x + token * x_stride, tile, token % TOKENS, n_blocks)
-
-
-@kernel
-def quantise_heads(begin, end, x, n_heads, x_head, n_blocks, x_stride, records, record_head):
-    """Quantise the first ``32 * n_blocks`` values of each head.
+def quantise(begin, end, x, n_heads, x_head, n_blocks, x_stride, records, record_head):
+    """Quantise the first ``32 * n_blocks`` values of each head to records, in the layout of
+    `localllm.kernels.cpu.tiles`.
 
     A head starts ``x_head`` bytes after the previous one, and its records ``record_head`` bytes after the previous
     records.
@@ -289,19 +271,10 @@ def gelu(g, u):
 
 @device
 def gelu_erf(g, u):
-    """x * erfc(-x / √2) / 2, where erfc is exp of a polynomial (Numerical Recipes, within 1.2e-7 of its value)."""
+    """x * erfc(-x / √2) / 2."""
     z = as_float(mask(as_int(g), MAGNITUDE)) * splat(SQRT_HALF)
     t = splat(ONE) / fma(splat(HALF), z, splat(ONE))
-    p = fma(splat(ERFC_9), t, splat(ERFC_8))
-    p = fma(p, t, splat(ERFC_7))
-    p = fma(p, t, splat(ERFC_6))
-    p = fma(p, t, splat(ERFC_5))
-    p = fma(p, t, splat(ERFC_4))
-    p = fma(p, t, splat(ERFC_3))
-    p = fma(p, t, splat(ERFC_2))
-    p = fma(p, t, splat(ERFC_1))
-    p = fma(p, t, splat(ERFC_0))
-    tail = splat(HALF) * t * exp(p - z * z)
+    tail = splat(HALF) * t * exp(erfc_polynomial(t) - z * z)
     return g * select_between(as_int(g), zero_i32x16(), splat_int(INFINITY_BITS), splat(ONE) - tail, tail) * u
 
 

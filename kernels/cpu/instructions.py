@@ -12,7 +12,7 @@ module does not import numba, so that warm starts do not have to.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,6 @@ def op(result: Kind, *arguments: Kind) -> Callable[[Callable[..., Any]], Any]:
 
 
 def pointer_to(builder: Any, address: Any, type: ir.Type) -> Any:
-    """Return an address as a pointer to values of a type."""
     return builder.inttoptr(address, type.as_pointer())
 
 
@@ -115,37 +114,38 @@ def store(builder: Any, address: Any, value: Any) -> None:
 
 
 def intrinsic(builder: Any, name: str, result: ir.Type, *values: Any) -> Any:
-    """Call an LLVM intrinsic."""
     function_type = ir.FunctionType(result, [v.type for v in values])
     function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
     return builder.call(function, values)
 
 
 def broadcast(builder: Any, value: Any, lanes: int) -> Any:
-    """Return a vector with a scalar in every lane."""
     vector = ir.VectorType(value.type, lanes)
     vector_value = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(i32, 0))
-    return builder.shuffle_vector(vector_value, vector_value, ir.Constant(ir.VectorType(i32, lanes), [0] * lanes))
+    return shuffle(builder, [0] * lanes, vector_value)
 
 
 def constant(value: float | int, element: ir.Type, lanes: int) -> ir.Constant:
-    """Return a vector with the same constant in every lane."""
     return ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
+
+
+def shuffle(b: Any, lanes: Sequence[int], x: Any, y: Any = None) -> Any:
+    """Return the lanes with these indices of x, followed by y."""
+    return b.shuffle_vector(x, x if y is None else y, ir.Constant(ir.VectorType(i32, len(lanes)), list(lanes)))
 
 
 def halves(b: Any, x: Any, n_pieces: int) -> list[Any]:
     """Divide a vector into ``n_pieces`` equal pieces."""
     lanes = x.type.count // n_pieces
-    return [
-        b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, lanes), list(range(k * lanes, (k + 1) * lanes))))
-        for k in range(n_pieces)
-    ]
+    return [shuffle(b, range(k * lanes, (k + 1) * lanes), x) for k in range(n_pieces)]
 
 
 def join(b: Any, pieces: list[Any]) -> Any:
-    """Concatenate vectors."""
     while len(pieces) > 1:
-        lanes = pieces[0].type.count * 2
-        every = ir.Constant(ir.VectorType(i32, lanes), list(range(lanes)))
-        pieces = [b.shuffle_vector(p, q, every) for p, q in zip(pieces[::2], pieces[1::2], strict=True)]
+        pieces = [shuffle(b, range(2 * p.type.count), p, q) for p, q in zip(pieces[::2], pieces[1::2], strict=True)]
     return pieces[0]
+
+
+def behind(b: Any, address: Any, n_bytes: int) -> Any:
+    """Return the address ``n_bytes`` bytes later."""
+    return b.add(address, ir.Constant(i64, n_bytes)) if n_bytes else address

@@ -221,11 +221,16 @@ class CPULowering:
         """Return the quantised rows of a tensor; the first call adds the kernel that quantises them."""
         if x not in self.records:
             s = self.stored[x]
-            n_blocks = s.width // 32
-            records = Buffer(-(-self.n_rows[s.slot] // TOKENS) * x_tile_bytes.function(n_blocks))
-            self.records[x] = records
-            self.call(elementwise.quantise, 1, s.slot, x=s, n_blocks=n_blocks, records=records)
+            self.records[x] = self._quantise(s, s.width // 32)
         return self.records[x]
+
+    def _quantise(self, x: HostRows, n_blocks: int, n_heads: int = 1, x_head: int = 0) -> Buffer:
+        """Return the quantised first ``32 * n_blocks`` values of each head; heads are ``x_head`` bytes apart."""
+        record_head = -(-self.n_rows[x.slot] // TOKENS) * x_tile_bytes.function(n_blocks)
+        records = Buffer(n_heads * record_head)
+        sizes = {"n_heads": n_heads, "x_head": x_head, "n_blocks": n_blocks, "record_head": record_head}
+        self.call(elementwise.quantise, 1, x.slot, x=x, records=records, **sizes)
+        return records
 
     def int16_of(self, x: Tensor) -> Buffer:
         """Return the rows of a tensor as 16-bit integers, in the layout of `matmul`."""
@@ -259,7 +264,6 @@ class CPULowering:
         self.instructions.append(Instruction(code, kernel.arguments(**arguments), units, slot, wait))
 
     def counter(self, slot: int) -> Address:
-        """Return the address of a number in the header."""
         return self.tables.header.at(8 * slot)
 
     # -- Rows ------------------------------------------------------------------------------------------------------
@@ -500,13 +504,10 @@ class CPULowering:
         weights, format = self.weights.matrix(op.weight)
         arguments: dict[str, Any]
         if format in TILES:
-            n_blocks = n_in // 32
-            record_head = -(-self.n_rows[x.slot] // TOKENS) * x_tile_bytes.function(n_blocks)
-            records = Buffer(n_heads * record_head)
-            heads = {"n_heads": n_heads, "x_head": x_head, "record_head": record_head}
-            self.call(elementwise.quantise_heads, 1, x.slot, x=x, n_blocks=n_blocks, records=records, **heads)
+            records = self._quantise(x, n_in // 32, n_heads, x_head)
             kernel, units = matmul.matmul_quantised, n_out // GROUP
-            arguments = {"n_tiles": n_in // LAYOUTS[format].columns, "x": records, "x_head": record_head}
+            arguments = {"n_tiles": n_in // LAYOUTS[format].columns, "x": records}
+            arguments["x_head"] = records.n_bytes // n_heads
         else:
             kernel, units = matmul.matmul_float, n_out // GROUP // matmul.FLOAT_GROUPS
             arguments = {"n_in": n_in, "x": x, "x_head": x_head}
@@ -592,7 +593,6 @@ class CPULowering:
         return y
 
     def _pages(self, cache: g.KVCache) -> dict[str, Any]:
-        """Return the batch's tables of the pages of a cache, as arguments."""
         tables = self.tables
         pages = {"block_tables": tables.block_tables[self.graph.group(cache)], "block_stride": tables.n_blocks}
         return {"starts": tables.starts, "positions": tables.positions, **pages}
@@ -850,7 +850,6 @@ class CPULowering:
 
 
 def _rope_append_constants(op: ops.RopeAppend) -> dict[str, Any]:
-    """Return the compile-time constants of `elementwise.rope_append`."""
     cache, (key_layout, value_layout) = op.cache, layouts_of(op.cache)
     key_block, value_block = block_bytes(cache)
     return {
@@ -871,7 +870,6 @@ def _norm_kind(norm: g.HeadNorm | None) -> int:
 
 
 def _format_constants(format: KernelType) -> dict[str, Any]:
-    """Return the compile-time constants of matrix kernels for a format."""
     layout = LAYOUTS[format]
     if tile := TILES.get(format):
         return {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, **tile.constants}

@@ -33,7 +33,6 @@ _TYPES: dict[Kind, Any] = {kind: Vector(kind) for kind in VECTORS}
 
 
 def numba_type(kind: Kind) -> Any:
-    """Return numba's type for a kind."""
     return _TYPES.get(kind) or getattr(types, kind.name)
 
 

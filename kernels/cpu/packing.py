@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels.cpu.codes import bit_packed_word, load_bits, load_bits_raised
 from localllm.kernels.cpu.compiler import addresses, kernel, variant
-from localllm.kernels.cpu.instructions import i16, i32, i64, intp, load, op, store, void
+from localllm.kernels.cpu.instructions import *
 from localllm.kernels.cpu.simd import load_i64, stack, store_i8x64
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Template, device, static_range
@@ -46,14 +46,6 @@ _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 # -- Transposing sixteen rows ----------------------------------------------------------------------------------------
 
 
-def _behind(b: Any, address: Any, n_bytes: int) -> Any:
-    return b.add(address, ir.Constant(i64, n_bytes))
-
-
-def _shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
-    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(i32, len(lanes)), lanes))
-
-
 def _rows(b: Any, rows: Any, stride: Any, type: ir.Type) -> list[Any]:
     """Load a value from every one of sixteen rows."""
     return [load(b, b.add(rows, b.mul(stride, ir.Constant(i64, r))), type) for r in range(GROUP)]
@@ -63,17 +55,11 @@ def _columns(b: Any, rows: Any, stride: Any) -> list[Any]:
     """Return four vectors; each contains the same word of sixteen rows."""
     words = _rows(b, rows, stride, ir.VectorType(i32, 4))
     # Rows 0, 4, 8, 12 are joined, then 1, 5, 9, 13, and so on: the remaining shuffles stay within lanes of 16 bytes.
-    side = [_beside(b, words[r::4]) for r in range(4)]
+    side = [join(b, words[r::4]) for r in range(4)]
     low, high = [0, 16, 1, 17], [2, 18, 3, 19]
-    pairs = [_shuffle(b, side[r], side[r + 1], _in_lanes(which)) for which in (low, high) for r in (0, 2)]
+    pairs = [shuffle(b, _in_lanes(which), side[r], side[r + 1]) for which in (low, high) for r in (0, 2)]
     first, second = [0, 1, 16, 17], [2, 3, 18, 19]
-    return [_shuffle(b, pairs[p], pairs[p + 1], _in_lanes(which)) for p in (0, 2) for which in (first, second)]
-
-
-def _beside(b: Any, pieces: list[Any]) -> Any:
-    """Concatenate vectors of four words to four longer vectors."""
-    halves = [_shuffle(b, x, y, list(range(8))) for x, y in (pieces[:2], pieces[2:])]
-    return _shuffle(b, halves[0], halves[1], list(range(16)))
+    return [shuffle(b, _in_lanes(which), pairs[p], pairs[p + 1]) for p in (0, 2) for which in (first, second)]
 
 
 def _in_lanes(words: list[int]) -> list[int]:
@@ -85,42 +71,40 @@ def _in_lanes(words: list[int]) -> list[int]:
 def transpose_words(b, rows, stride, tile):
     """Transpose sixteen bytes of every row: the first word of all rows, then the second, …"""
     for i, words in enumerate(_columns(b, rows, stride)):
-        store(b, _behind(b, tile, 64 * i), words)
+        store(b, behind(b, tile, 64 * i), words)
 
 
 @op(void, intp, intp, intp)
 def transpose_halves(b, rows, stride, tile):
     """Transpose sixteen bytes of every row: the first 16 bits of all rows, then the second, …"""
-    sixteen = ir.Constant(ir.VectorType(i32, GROUP), [16] * GROUP)
     for i, words in enumerate(_columns(b, rows, stride)):
-        for j, half_words in enumerate((words, b.lshr(words, sixteen))):
-            store(b, _behind(b, tile, 64 * i + 32 * j), b.trunc(half_words, ir.VectorType(i16, GROUP)))
+        for j, half_words in enumerate((words, b.lshr(words, constant(16, i32, GROUP)))):
+            store(b, behind(b, tile, 64 * i + 32 * j), b.trunc(half_words, ir.VectorType(i16, GROUP)))
 
 
 @op(void, intp, intp, intp)
 def transpose_word(b, rows, stride, tile):
     """Store one word of every row."""
     for r, word in enumerate(_rows(b, rows, stride, i32)):
-        store(b, _behind(b, tile, 4 * r), word)
+        store(b, behind(b, tile, 4 * r), word)
 
 
 @op(void, intp, intp, intp)
 def transpose_half(b, rows, stride, tile):
     """Store 16 bits of every row."""
     for r, half in enumerate(_rows(b, rows, stride, i16)):
-        store(b, _behind(b, tile, 2 * r), half)
+        store(b, behind(b, tile, 2 * r), half)
 
 
 @op(void, intp, intp, intp)
 def transpose_planes(b, rows, stride, tile):
     """Store one word of every row; bit 4 v + c becomes bit v of byte c."""
-    vector = ir.VectorType(i32, GROUP)
-    words = ir.Constant(vector, ir.Undefined)
+    words = ir.Constant(ir.VectorType(i32, GROUP), ir.Undefined)
     for r, word in enumerate(_rows(b, rows, stride, i32)):
         words = b.insert_element(words, word, ir.Constant(i32, r))
 
     def every(n: int) -> ir.Constant:
-        return ir.Constant(vector, [n] * GROUP)
+        return constant(n, i32, GROUP)
 
     planes = every(0)
     for v in range(8):
@@ -128,7 +112,7 @@ def transpose_planes(b, rows, stride, tile):
         # Times 1 + 2^7 + 2^14 + 2^21: the first of four bits stays, the other bits move to the following bytes.
         spread = b.and_(b.mul(bits, every(0x204081)), every(0x01010101))
         planes = b.or_(planes, b.shl(spread, every(v)))
-    store(b, _behind(b, tile, 0), planes)
+    store(b, tile, planes)
 
 
 # -- Bit packing.  The words are words of the file, transposed: see `localllm.quant.bit_packing` -------------------
@@ -241,7 +225,6 @@ def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int, int]]]:
 
 
 def _bit_packing(layout: TileLayout) -> dict[str, Any]:
-    """Return the bit packing constants of `pack_groups`."""
     if layout.bit_packing is None:
         return {"BITS": 0, "COLUMNS": 0}
     return {

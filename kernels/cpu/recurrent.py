@@ -17,6 +17,12 @@ from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import Registers, device, static_range, template
 
 
+@device
+def rows_of(sequence, starts):
+    """Return the first row of a sequence and the row after its last."""
+    return np.int64(load_i32(starts + 4 * sequence)), np.int64(load_i32(starts + 4 * sequence + 4))
+
+
 @kernel
 def causal_conv(begin, end, starts, positions, slots, states, state_bytes, x, stride, weight, bias, y, state_stride):
     """y[t] = sum over j of weight[j] * x[t - KERNEL + 1 + j], in each column of x; a unit is a token.
@@ -31,8 +37,7 @@ def causal_conv(begin, end, starts, positions, slots, states, state_bytes, x, st
     while first < end:
         while load_i32(starts + 4 * sequence + 4) <= first:
             sequence += 1
-        start = np.int64(load_i32(starts + 4 * sequence))
-        stop = np.int64(load_i32(starts + 4 * sequence + 4))
+        start, stop = rows_of(sequence, starts)
         state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes
         n_before = min(np.int64(load_i32(positions + 4 * start)), KERNEL - 1)
         last = min(stop, end)
@@ -191,11 +196,8 @@ def recurrence(
     for unit in range(begin, end):
         sequence, column_group = unit % n_sequences, unit // n_sequences
         head = column_group * (16 * VECTORS) // columns
-        group = head % n_groups
-        if per_group != 0:
-            group = head // per_group
-        start = np.int64(load_i32(starts + 4 * sequence))
-        stop = np.int64(load_i32(starts + 4 * sequence + 4))
+        group = head // per_group if per_group != 0 else head % n_groups
+        start, stop = rows_of(sequence, starts)
         state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes + column_group * (64 * VECTORS * ROWS)
         if load_i32(positions + 4 * start) == 0:
             clear_state(state, 64 * VECTORS * ROWS)
@@ -256,8 +258,7 @@ def channel_scan(
     n_sequences = load_i64(batch)
     for unit in range(begin, end):
         sequence, column = unit % n_sequences, 64 * (unit // n_sequences)
-        start = np.int64(load_i32(starts + 4 * sequence))
-        stop = np.int64(load_i32(starts + 4 * sequence + 4))
+        start, stop = rows_of(sequence, starts)
         state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes + column
         if load_i32(positions + 4 * start) == 0:
             for i in range(N):

@@ -315,7 +315,6 @@ class Roofline:
         return self._multiply[bits].rate()
 
     def close(self) -> None:
-        """Stop the threads."""
         self._workers.close()
 
     def __enter__(self) -> Self:

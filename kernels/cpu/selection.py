@@ -42,7 +42,6 @@ HIGHEST = np.float32(3e38)
 
 
 def constants(op: IndexSelect, *, wide: bool) -> dict[str, Any]:
-    """Return the compile-time constants of the selection kernels."""
     has_many = wide and op.n_heads > 4
     rows, (layout, _) = 8 if has_many else 4, layouts_of(op.cache)
     return {
@@ -71,7 +70,6 @@ def constants(op: IndexSelect, *, wide: bool) -> dict[str, Any]:
 
 
 def compress_constants(op: Compress) -> dict[str, Any]:
-    """Return the compile-time constants of `compress`."""
     layout, _ = layouts_of(op.cache)
     return {
         "RUN": op.run,
@@ -84,7 +82,6 @@ def compress_constants(op: Compress) -> dict[str, Any]:
 
 @device
 def sequence_of(token, starts):
-    """Return the sequence of a token in the batch."""
     s = np.int64(0)
     while np.int64(load_i32(starts + 4 * (s + 1))) <= token:
         s += 1

@@ -44,19 +44,16 @@ def load_i32x16(b, address):
 
 @op(f32x16, intp)
 def load_f16x16(b, address):
-    """Load 16 float16 values as float32."""
     return _widen_half(b, load(b, address, ir.VectorType(i16, 16)))
 
 
 @op(f32x16, intp)
 def load_splat_f16(b, address):
-    """Load one float16 value as float32 in all lanes."""
     return _widen_half(b, broadcast(b, load(b, address, i16), 16))
 
 
 @op(f32x16, intp)
 def load_s8x16(b, address):
-    """Load 16 signed bytes as float32."""
     return b.sitofp(load(b, address, ir.VectorType(i8, 16)), f32x16.llvm)
 
 
@@ -83,19 +80,16 @@ def rounded(b, value, bound):
 
 @op(void, intp, intp)
 def store_i8(b, address, value):
-    """Store the lowest byte."""
     store(b, address, b.trunc(value, i8))
 
 
 @op(void, intp, intp)
 def copy_i8(b, source, target):
-    """Copy one byte."""
     store(b, target, load(b, source, i8))
 
 
 @op(void, intp, intp)
 def copy_i16(b, source, target):
-    """Copy two bytes."""
     store(b, target, load(b, source, i16))
 
 
@@ -190,7 +184,6 @@ def splat(b, value):
 
 @op(f32x16, intp)
 def load_splat_f32(b, address):
-    """Load the float32 at an address into every lane."""
     return broadcast(b, load(b, address, f32), 16)
 
 
@@ -201,7 +194,6 @@ def zero_f32x16(b):
 
 @op(i32x16, intp)
 def load_splat_i32(b, address):
-    """Load the int32 at an address into every lane."""
     return broadcast(b, load(b, address, i32), 16)
 
 
@@ -226,6 +218,19 @@ def fma(b, x, y, z):
     """Return x * y + z, rounded once if the processor can (otherwise LLVM's ``fma`` would call a library)."""
     name = "llvm.fmuladd.v16f32" if dot_kind() == "generic" else "llvm.fma.v16f32"
     return intrinsic(b, name, f32x16.llvm, x, y, z)
+
+
+def polynomial_op(name: str, coefficients: Sequence[float]) -> Any:
+    """Return an operation that computes a polynomial by Horner's rule; the highest power's coefficient is first."""
+
+    def emit(b: Any, x: Any) -> Any:
+        total, *others = (constant(c, f32, 16) for c in coefficients)
+        for c in others:
+            total = fma(b, total, x, c)
+        return total
+
+    emit.__name__ = name
+    return op(f32x16, f32x16)(emit)
 
 
 @op(float32, float32)
@@ -285,8 +290,8 @@ def _fold(b: Any, vectors: Sequence[Any], combine: Callable[[Any, Any], Any]) ->
         pairs = [*zip(vectors[::2], vectors[1::2], strict=False)] or [(vectors[0], vectors[0])]
         n = vectors[0].type.count * len(vectors) // (2 * len(pairs))
         low = [2 * half * (i // half) + i % half for i in range(n)]
-        halves = [ir.Constant(ir.VectorType(i32, n), [i + start for i in low]) for start in (0, half)]
-        vectors = [combine(*(b.shuffle_vector(x, y, lanes) for lanes in halves)) for x, y in pairs]
+        lanes = low, [i + half for i in low]
+        vectors = [combine(*(shuffle(b, half_lanes, x, y) for half_lanes in lanes)) for x, y in pairs]
     return vectors[0]
 
 
@@ -304,7 +309,7 @@ def trailing_zeros(b, x):
 def hadamard_lanes(b, x):
     """Multiply the lanes by the Hadamard matrix of sixteen rows, whose elements are 1 or -1."""
     for step in (1, 2, 4, 8):
-        partners = b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, 16), [i ^ step for i in range(16)]))
+        partners = shuffle(b, [i ^ step for i in range(16)], x)
         signs = ir.Constant(f32x16.llvm, [-1.0 if i & step else 1.0 for i in range(16)])
         x = b.fadd(partners, b.fmul(x, signs))
     return x
@@ -319,7 +324,7 @@ def sum_lanes(b, x):
 def sum_lanes_of_4(b, *vectors):
     """Return `sum_lanes` of each vector, in lanes 0 to 3, repeated in the following groups of four lanes."""
     sums = _fold(b, vectors, b.fadd)
-    return b.shuffle_vector(sums, sums, ir.Constant(ir.VectorType(i32, 16), [0, 1, 2, 3] * 4))
+    return shuffle(b, [0, 1, 2, 3] * 4, sums)
 
 
 @op(f32x16, *[f32x16] * 16)

@@ -41,7 +41,6 @@ class Target:
 
     @property
     def n_registers(self) -> int:
-        """Number of vector registers."""
         return 32 if self.wide or self.family == "aarch64" else 16
 
     @property

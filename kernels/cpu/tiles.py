@@ -307,22 +307,21 @@ def fetch_ahead(address, n_bytes):
 
 
 @device
-def load_nibbles(codes):
-    """Return columns 0 … 15 from the low nibbles of four vectors, and 16 … 31 from their high nibbles."""
-    for v in static_range(4):
-        w[v] = load_bits(codes + 64 * v, 0, 15)
-        w[v + 4] = load_bits(codes + 64 * v, 4, 15)
-    return (*w[0:8],)
-
-
-@device
 def load_codes(codes):
-    """Load the codes of 32 columns: nibbles, or bit-packed."""
-    if BITS == 4:
-        w[0:8] = load_nibbles(codes)
+    """Load the codes of 32 columns: bytes, nibbles, or bit-packed.  LOOK_UP returns their values in a table."""
+    if BITS == 8:
+        for v in static_range(8):
+            w[v] = load_i8x64(codes + 64 * v)
+    elif BITS == 4:
+        for v in static_range(4):
+            w[v] = load_bits(codes + 64 * v, 0, 15)  # columns 0 … 15
+            w[v + 4] = load_bits(codes + 64 * v, 4, 15)
     else:
         for v in static_range(8):
             w[v] = load_bit_packed(codes, v, BITS)
+    if LOOK_UP:
+        for v in static_range(8):
+            w[v] = LOOK_UP(w[v])
     return (*w[0:8],)
 
 
@@ -345,61 +344,21 @@ def load_q2_codes(codes, k):
     return (*w[0:8],)
 
 
-@device
-def look_up_codes(codes):
-    """Load codes with `load_codes`, and return their values in the format's table."""
-    w[0:8] = load_codes(codes)
-    for v in static_range(8):
-        w[v] = LOOK_UP(w[v])
-    return (*w[0:8],)
-
-
 # -- Formats of 32 columns ----------------------------------------------------------------------------------------
 
 
 @template
-def unpack_q45_0(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
-    """Q4_0 and Q5_0."""
+def unpack_32(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
+    """One or two vectors of float16 scales, and the codes.  A second vector contains minima, or scales of the last
+    sixteen columns.
+    """
     fetch_ahead(tile, TILE_BYTES)
-    w[0:8] = load_codes(tile + 32)
+    w[0:8] = load_codes(tile + (TILE_BYTES - 64 * BITS))
     s[0] = load_f16x16(tile)
-    s[1] = splat(OFFSET) * s[0]
-    take(acc, n, address, flags, rests, rest_sums, s, w)
-
-
-@template
-def unpack_q45_1(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
-    """Q4_1 and Q5_1."""
-    fetch_ahead(tile, TILE_BYTES)
-    w[0:8] = load_codes(tile + 64)
-    s[0] = load_f16x16(tile)
-    s[1] = load_f16x16(tile + 32)
-    take(acc, n, address, flags, rests, rest_sums, s, w)
-
-
-@template
-def unpack_q8_0(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
-    fetch_ahead(tile, TILE_BYTES)
-    for v in static_range(8):
-        w[v] = load_i8x64(tile + (32 + 64 * v))
-    s[0] = load_f16x16(tile)
-    take(acc, n, address, flags, rests, rest_sums, s, w)
-
-
-@template
-def unpack_lut_32(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
-    fetch_ahead(tile, TILE_BYTES)
-    w[0:8] = look_up_codes(tile + 32)
-    s[0] = load_f16x16(tile)
-    take(acc, n, address, flags, rests, rest_sums, s, w)
-
-
-@template
-def unpack_lut_16(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
-    fetch_ahead(tile, TILE_BYTES)
-    w[0:8] = look_up_codes(tile + 64)
-    s[0] = load_f16x16(tile)
-    s[1] = load_f16x16(tile + 32)
+    if TILE_BYTES - 64 * BITS > 32:
+        s[1] = load_f16x16(tile + 32)
+    elif N_SCALES > 1:
+        s[1] = splat(OFFSET) * s[0]
     take(acc, n, address, flags, rests, rest_sums, s, w)
 
 
@@ -522,42 +481,36 @@ class Tile:
     bits: int = 8  # bits of a code
     dot: Any = None  # product of a block's codes; None if the kind of block defines it
     offset: int = 0  # offset subtracted from codes, a power of two or 0
-    look_up: Any = None  # for formats whose codes index a table, the operation that looks up values
+    look_up: Any = 0  # for formats whose codes index a table, the operation that looks up values
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Return the compile-time constants of kernels that read these tiles."""
-        constants = {
+        return {
             "UNPACK": self.unpack,
             "ADD": self.block.add,
             "N_SCALES": self.block.n_scales,
             "BLOCK_BYTES": self.block.n_bytes,
             "BITS": self.bits,
+            "DOT": self.dot,
+            "LOOK_UP": self.look_up,
+            "OFFSET": np.float32(-self.offset),
+            # A slab for quarters stores codes minus the offset, because signed codes cost no more there.
+            "SLAB_OFFSET": self.offset if self.block is SIXTEENS else 0,
+            "LOG2_OFFSET": self.offset.bit_length() - 1,
         }
-        if self.dot is not None:
-            constants["DOT"] = self.dot
-        if self.look_up is not None:
-            constants["LOOK_UP"] = self.look_up
-        if self.block is CODES:
-            constants["OFFSET"] = np.float32(-self.offset)
-        # A slab for quarters stores codes minus the offset, because signed codes cost no more there.
-        constants["SLAB_OFFSET"] = self.offset if self.block is SIXTEENS else 0
-        if self.block is SIXTEENS:
-            constants["LOG2_OFFSET"] = self.offset.bit_length() - 1
-        return constants
 
 
 def _lut_tile(table: Sequence[int], n_scales: int) -> Tile:
-    unpack, block = (unpack_lut_32, SIGNED) if n_scales == 1 else (unpack_lut_16, HALVES)
-    return Tile(unpack, block, len(table).bit_length() - 1, look_up=lut_op(table))
+    block = SIGNED if n_scales == 1 else HALVES
+    return Tile(unpack_32, block, len(table).bit_length() - 1, look_up=lut_op(table))
 
 
 TILES: dict[KernelType, Tile] = {
-    GGMLType.Q4_0: Tile(unpack_q45_0, CODES, 4, record_dot32_u4, 8),
-    GGMLType.Q4_1: Tile(unpack_q45_1, CODES, 4, record_dot32_u4),
-    GGMLType.Q5_0: Tile(unpack_q45_0, CODES, 5, record_dot32_u5, 16),
-    GGMLType.Q5_1: Tile(unpack_q45_1, CODES, 5, record_dot32_u5),
-    GGMLType.Q8_0: Tile(unpack_q8_0, SIGNED),
+    GGMLType.Q4_0: Tile(unpack_32, CODES, 4, record_dot32_u4, 8),
+    GGMLType.Q4_1: Tile(unpack_32, CODES, 4, record_dot32_u4),
+    GGMLType.Q5_0: Tile(unpack_32, CODES, 5, record_dot32_u5, 16),
+    GGMLType.Q5_1: Tile(unpack_32, CODES, 5, record_dot32_u5),
+    GGMLType.Q8_0: Tile(unpack_32, SIGNED),
     GGMLType.IQ4_NL: _lut_tile(IQ4_VALUES.tolist(), 1),
     **{t: _lut_tile(t.table, t.n_scales) for t in LUT_TYPES},
     GGMLType.Q2_K: Tile(unpack_q2_k, MINIMA, 2, scaled_dot16_u2),

@@ -35,8 +35,6 @@ KEPT_BYTES = 16 << 20
 
 @dataclass(frozen=True, eq=False)
 class LoadedWeight:
-    """A weight in memory."""
-
     packed: PackedWeight
     # tiles in the format ``format``, or float32 without a format; None if only rows are looked up
     array: NDArray[Any] | None = None
@@ -45,8 +43,6 @@ class LoadedWeight:
 
 
 class CPUWeightLoader:
-    """Packs weights."""
-
     def __init__(self, workers: Workers, target: Target, progress: Callable[[int, int], None] | None) -> None:
         self._workers, self._target, self._progress = workers, target, progress
         self._packers: dict[KernelType, Packer] = {}
@@ -66,7 +62,6 @@ class CPUWeightLoader:
             return self._pack(weight, FALLBACK), FALLBACK
 
     def _pack(self, weight: Weight, format: KernelType) -> NDArray[np.uint8]:
-        """Return the weight's tiles in ``format``."""
         packed = self._memory.take(_packed_bytes(weight.shape, format))
         matrices = matrices_to_pack(weight, PADDING)
         try:
@@ -80,7 +75,6 @@ class CPUWeightLoader:
     def _pack_rows(
         self, weight: Weight, rows: NDArray[np.uint8], format: KernelType, packed: NDArray[np.uint8]
     ) -> None:
-        """Pack rows of a weight to tiles."""
         n_out, n_in, layout = len(rows), weight.shape[-1], LAYOUTS[format]
         packer = self.packer(format)
         kept_rows = PACKED_ROWS * max(1, KEPT_BYTES // (PACKED_ROWS * rows.shape[1]))

@@ -15,8 +15,8 @@
 // scores are float32, in units of log 2.  Weights are rounded to halves, also for their total, and added in float32.
 //
 // Compiled for: KEY_DIM and VALUE_DIM; KEY_BITS and VALUE_BITS, 16 for halves; VALUES_IN_KEYS, whether values are the
-// first VALUE_DIM values of the keys (MLA), so that each page is read once for both; CHUNKED, CAUSAL and SPANS, the
-// visibility of positions; SOFT_CAP, SINKS, ALIBI (each 0 or 1); BIASES, the number of distances with a bias per head;
+// first VALUE_DIM values of the keys (MLA), so that each page is read once for both; CHUNKED, CAUSAL and HAS_SPANS, the
+// visibility of positions; SOFT_CAP, SINKS, HAS_SLOPES (each 0 or 1); BIAS_WIDTH, the number of distances with a bias per head;
 // and for the launch geometry that attention.py chooses: WARPS of `attention_prefill`, and PREFILL_AHEAD and
 // SPLIT_AHEAD, the pages that are copied to shared memory while another page is used.
 //
@@ -89,12 +89,12 @@ struct Sight {
   __device__ __forceinline__ bool has(int position) const { return first <= position && position <= last; }
 };
 
-// The positions that a row sees: up to its token's position, and with SPANS up to the end given by the batch.  Rows
+// The positions that a row sees: up to its token's position, and with HAS_SPANS up to the end given by the batch.  Rows
 // after the tile's end count as its last row.  `window`: the window, or the size of a chunk.
 DEVICE Sight row_sight(const Batch& batch, const Tile& tile, int row, int group_size, int window) {
   const int token = (tile.first_row + min(row, tile.n_rows - 1)) / group_size, own = tile.first_position + token;
   const int first = CHUNKED ? own - own % window : max(0, own - window + 1);
-  if (SPANS) return {first, batch.ends[tile.first_token + token] - 1};
+  if (HAS_SPANS) return {first, batch.ends[tile.first_token + token] - 1};
   return {first, CAUSAL ? own : min(tile.kv_length, own + window) - 1};
 }
 
@@ -106,10 +106,10 @@ DEVICE Sight sight_of(const Batch& batch, const Tile& tile, int rows, int group_
 struct Row {
   Sight sight;
   float factor;
-#if ALIBI
+#if HAS_SLOPES
   float slope;  // decrease of scores per position of distance
   int own;
-#elif BIASES
+#elif BIAS_WIDTH
   const float* bias;  // for distance 0; biases of later positions follow
   int own;
 #endif
@@ -118,13 +118,13 @@ struct Row {
 DEVICE Row make_row(const Batch& batch, const Tile& tile, int row, int kv_head, int group_size, int window, float factor,
                     const float* by_distance) {
   Row made = {row_sight(batch, tile, row, group_size, window), factor};
-#if ALIBI
+#if HAS_SLOPES
   const int number = tile.first_row + min(row, tile.n_rows - 1);
   made.slope = LOG2_E * by_distance[kv_head * group_size + number % group_size];
   made.own = tile.first_position + number / group_size;
-#elif BIASES
+#elif BIAS_WIDTH
   const int number = tile.first_row + min(row, tile.n_rows - 1);
-  made.bias = by_distance + (kv_head * group_size + number % group_size) * BIASES + BIASES / 2;
+  made.bias = by_distance + (kv_head * group_size + number % group_size) * BIAS_WIDTH + BIAS_WIDTH / 2;
   made.own = tile.first_position + number / group_size;
 #endif
   return made;
@@ -132,10 +132,10 @@ DEVICE Row make_row(const Batch& batch, const Tile& tile, int row, int kv_head, 
 
 // A row's score of a position, reduced by the distance, or with the distance's bias.
 DEVICE float lowered(float score, const Row& row, int position) {
-#if ALIBI
+#if HAS_SLOPES
   return fmaf(-row.slope, fabsf((float)(row.own - position)), score);
-#elif BIASES
-  return fmaf(LOG2_E, row.bias[max(-(BIASES / 2), min(BIASES / 2, position - row.own))], score);
+#elif BIAS_WIDTH
+  return fmaf(LOG2_E, row.bias[max(-(BIAS_WIDTH / 2), min(BIAS_WIDTH / 2, position - row.own))], score);
 #else
   return score;
 #endif

@@ -69,26 +69,10 @@ class AttentionVariant:
 
     @property
     def defines(self) -> dict[str, int | str]:
-        return {
-            "KEY_DIM": self.key_dim,
-            "VALUE_DIM": self.value_dim,
-            "KEY_BITS": self.bits[0],
-            "VALUE_BITS": self.bits[1],
-            "VALUES_IN_KEYS": int(self.values_in_keys),
-            "CHUNKED": int(self.chunked),
-            "CAUSAL": int(self.causal),
-            "SPANS": int(self.has_spans),
-            "SOFT_CAP": int(self.soft_cap),
-            "SINKS": int(self.sinks),
-            "ALIBI": int(self.has_slopes),
-            "BIASES": self.bias_width,
-            "WARPS": self.warps,
-            "PREFILL_AHEAD": self.prefill_ahead,
-            "SPLIT_AHEAD": self.split_ahead,
-            "FINE_PAGES": FINE_PAGES,
-            "SPLIT_PAGES": SPLIT_PAGES,
-            "MERGE_WARPS": _MERGE_WARPS,
-        }
+        fields = {name.upper(): int(value) for name, value in vars(self).items() if name != "cache_type"}
+        bits = dict(zip(("KEY_BITS", "VALUE_BITS"), self.bits, strict=True))
+        pages = {"FINE_PAGES": FINE_PAGES, "SPLIT_PAGES": SPLIT_PAGES}
+        return {**fields, **bits, **pages, "MERGE_WARPS": _MERGE_WARPS}
 
     @property
     def bits(self) -> tuple[int, int]:

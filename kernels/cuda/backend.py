@@ -69,7 +69,6 @@ class CUDABackend(Backend):
         return CUDALowering(graph, weights, self.limits(graph, cache, max_tokens, max_outputs)).lower()
 
     def limits(self, graph: Graph, cache: CUDACache, max_tokens: int, max_outputs: int) -> StepLimits:
-        """Return the limits shared by the calls of a step."""
         properties = self.driver.properties(self.device)
         products = ProductLimits(
             properties.capability, properties.shared_bytes, self._tile_rows, properties.n_multiprocessors

@@ -107,7 +107,6 @@ class CUDACacheLayout:
 
 
 def append_defines(cache: KVCache, *, has_axes: bool = False, position_offset: int = 0) -> Defines:
-    """Return the definitions of append.cu."""
     (keys, values), (of_keys, of_values) = bits_of(cache), cache.rotations
     bits = {"KEY_DIM": cache.key_dim, "VALUE_DIM": cache.value_dim, "KEY_BITS": keys, "VALUE_BITS": values}
     options = {"AXES": int(has_axes), "STRIDE": cache.stride, "POSITION_OFFSET": position_offset}
@@ -162,7 +161,6 @@ class CUDACache:
     stream: Stream
 
     def part(self, number: int, which: int) -> DeviceMemory:
-        """Return one of the `CUDACacheLayout.parts` of a layer."""
         part = self.layouts[number].parts[which]
         return self.memory.at(self.offsets[number] + part.offset, part.n_bytes)
 
@@ -181,7 +179,6 @@ class CUDACache:
         self.driver.synchronize(self.stream)
 
     def layer_bytes(self) -> dict[int, int]:
-        """Return the bytes of each layer."""
         sizes: dict[int, int] = {}
         for layout in self.layouts.values():
             sizes[layout.cache.layer] = sizes.get(layout.cache.layer, 0) + layout.n_bytes

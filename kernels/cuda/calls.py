@@ -51,7 +51,6 @@ _INVERSE_TURN = 0x28BE60DB9391054A7F09D5F47D4D377036D8A5664F10E410
 
 
 def padded(n: int) -> int:
-    """Return the padded number of values of a row of ``n`` values."""
     return -(-n // PADDING) * PADDING
 
 
@@ -67,7 +66,6 @@ class DeviceRows(StoredRows):
         return padded(self.width)
 
     def bytes_of(self, n_rows: int) -> int:
-        """Return the bytes of ``n_rows`` rows."""
         return 4 * self.width * n_rows
 
 
@@ -85,7 +83,6 @@ class Inputs:
 
     @classmethod
     def new(cls, format: PackedFormat, n_rows: int, width: int, slot: int, n_heads: int = 1) -> Inputs:
-        """Allocate inputs of up to ``n_rows`` rows."""
         laid_out = format.input_rows(n_rows)
         units = -(-n_heads * format.unit_bytes(width, laid_out) // _ALIGNMENT) * _ALIGNMENT
         scales = n_heads * format.input_scale_bytes(width, laid_out)
@@ -174,11 +171,9 @@ class BatchBuffer:
         return {"header": self.header, "starts": self._starts, "positions": self.positions, "slots": self._states}
 
     def block_tables(self, group: int) -> Address:
-        """Return the block tables of the caches of a group."""
         return self.buffer.at(self._tables.n_bytes + 4 * group * self._n_blocks)
 
     def pages(self, group: int) -> dict[str, Any]:
-        """Return arguments of kernels that read the caches of a group."""
         tables = {"block_tables": self.block_tables(group), "block_stride": self._table_stride}
         return {"header": self.header, "starts": self._starts, **tables}
 
@@ -214,10 +209,6 @@ class Mixture:
         """Return the maximum places of ``n_tokens`` rows: the places of each expert start at a multiple of 8."""
         n_pairs = n_tokens * self.k
         return -(-(n_pairs + 7 * min(self.n, n_pairs)) // 8) * 8
-
-    def max_places(self, max_tokens: int) -> int:
-        """Return the maximum places of batches of up to ``max_tokens`` tokens, whose extents are rounded up."""
-        return self.n_places(-(-max_tokens // 8) * 8)
 
     def n_products(self, n_tokens: int, product_rows: int) -> int:
         """Return the maximum number of products that the places are divided into."""
@@ -325,7 +316,8 @@ class StepLimits:
         return AttentionKind(heads, choose_variant(variant, self.properties.shared_bytes))
 
     def max_rows(self, slot: int) -> int:
-        n_places = 0 if self.mixture is None else self.mixture.max_places(self.max_tokens)
+        # Extents are rounded up.
+        n_places = 0 if self.mixture is None else self.mixture.n_places(-(-self.max_tokens // 8) * 8)
         return (self.max_tokens, self.max_outputs, 0, n_places)[slot]
 
     def extent(self, n_tokens: int, n_outputs: int, work: tuple[tuple[AttentionKind, Work], ...] = ()) -> Extent:

@@ -351,7 +351,6 @@ class CupyDriver:
                 self._runtime.setDevice(previous)
 
     def _error(self, error: Any, device: int, doing: str, n_bytes: int | None = None) -> LocalLLMError:
-        """Return the exception for a CUDA error."""
         status = getattr(error, "status", None)
         failed = f"CUDA device {device} could not {doing}: {error}"
         if status == _OUT_OF_MEMORY:

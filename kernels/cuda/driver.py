@@ -50,8 +50,6 @@ CompileProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """Properties of a device."""
-
     name: str  #: product name, such as "NVIDIA H200"
     capability: tuple[int, int]  #: (9, 0) for sm_90
     n_multiprocessors: int

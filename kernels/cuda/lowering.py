@@ -72,11 +72,7 @@ _ELEMENTWISE: dict[type[g.Operation[Any]], tuple[str, bool, Callable[[Any], dict
     ops.Clamp: ("clamp", False, lambda op: {"low": op.low, "high": op.high}),
     ops.RootMeanSquare: ("root_mean_square", True, lambda op: {}),
     ops.Softcap: ("softcap", False, lambda op: {"cap": op.cap}),
-    ops.XIELU: (
-        "xielu",
-        False,
-        lambda op: {"positive": op.p, "negative": op.n, "beta": op.beta, "eps": op.eps},
-    ),
+    ops.XIELU: ("xielu", False, lambda op: {"positive": op.p, "negative": op.n, "beta": op.beta, "eps": op.eps}),
 }
 #: Arguments of kernels that can write activations in the format of products, if they do not.
 _NO_CODES: dict[str, Any] = {"units": None, "scales": None, "n_rows": 0}
@@ -175,7 +171,6 @@ class CUDALowering:
     # -- Memory ----------------------------------------------------------------------------------------------------
 
     def new(self, rows: Rows, width: int) -> DeviceRows:
-        """Allocate rows for a tensor."""
         slot = _SLOTS[rows]
         buffer = Buffer(4 * padded(width) * self.limits.max_rows(slot))
         return DeviceRows(buffer=buffer, width=width, slot=slot)

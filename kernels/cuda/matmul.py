@@ -133,7 +133,6 @@ class PackedFormat:
         return -(-n_tokens // 8) * 8
 
     def unit_bytes(self, n_in: int, n_rows: int) -> int:
-        """Return the bytes of the units of activations."""
         return -(-n_in // RUN) * (RUN // self.input_columns) * UNIT * n_rows
 
     def input_scale_bytes(self, n_in: int, n_rows: int) -> int:
@@ -229,7 +228,6 @@ def quantise_launch(format: PackedFormat, n_in: int, n_rows: int) -> Launch:
 
 
 def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
-    """Return a launch of `embed` for up to ``n_rows`` tokens."""
     return Launch("embed", "embed", format.defines, (n_rows,), (_EMBED_THREADS,))
 
 
@@ -256,12 +254,15 @@ def product_launch(
     uses_lanes = not format.is_tensor_float and (
         n_rows in VECTOR_ROWS or format.type in (GGMLType.F32, GGMLType.Q2_K) or capability < TENSOR_CORES
     )
-    kernel = "matvec" if uses_lanes else "matmul_few"
-    rows = _vector_rows(n_rows, capability) if uses_lanes else _few_rows(format, n_rows)
+    if uses_lanes:  # for sm_75 ptxas spills registers with more than two rows
+        kernel, rows = "matvec", min(n_rows, 2 if capability < TENSOR_CORES else 8)
+        launch_bounds = _vector_bounds(format, rows)
+    else:
+        kernel, rows = "matmul_few", 16 if n_rows % 16 == 0 and format.type not in _FEW_AT_ONCE else 8
+        launch_bounds = _few_bounds(format, rows)
     grid = (-(-n_rows // rows), sum(map(n_groups, n_outs)))
     # For few rows, the number and therefore the addresses are known at compile time.
-    defines = {**format.defines, "TOKENS": rows, "ROWS": n_rows if n_rows <= FEW_ROWS else 0}
-    defines["BOUNDS"] = _vector_bounds(format, rows) if uses_lanes else _few_bounds(format, rows)
+    defines = {**format.defines, "TOKENS": rows, "ROWS": n_rows if n_rows <= FEW_ROWS else 0, "BOUNDS": launch_bounds}
     return Launch(kernel, kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
@@ -359,11 +360,6 @@ def matrix_arguments(products: Sequence[Product]) -> dict[str, Any]:
     return arguments
 
 
-def _vector_rows(n_rows: int, capability: tuple[int, int]) -> int:
-    """Return the rows per block of matvec.  For sm_75 ptxas spills registers with more than two rows."""
-    return min(n_rows, 2 if capability < TENSOR_CORES else 8)
-
-
 def _vector_bounds(format: PackedFormat, rows: int) -> int | str:
     """Return the launch bounds of matvec.
 
@@ -376,13 +372,7 @@ def _vector_bounds(format: PackedFormat, rows: int) -> int | str:
 
 
 def _few_bounds(format: PackedFormat, rows: int) -> int | str:
-    """Return the launch bounds of matmul_few."""
     return "512,1" if format.type is GGMLType.Q4_0 and rows == 8 else 512
-
-
-def _few_rows(format: PackedFormat, n_rows: int) -> int:
-    """Return the rows per block of matmul_few."""
-    return 16 if n_rows % 16 == 0 and format.type not in _FEW_AT_ONCE else 8
 
 
 def stage_bytes(format: PackedFormat, tile_rows: int) -> int:

@@ -75,9 +75,7 @@ def _flatten(file: str, folder: Path, included: set[str]) -> Iterable[str]:
 
 _NULL = np.uint64(0)
 _POINTER = ParameterType(
-    "a pointer",
-    (Buffer, Address, DeviceMemory, type(None)),
-    lambda argument: _NULL if argument is None else argument,
+    "a pointer", (Buffer, Address, DeviceMemory, type(None)), lambda argument: _NULL if argument is None else argument
 )
 _NUMBERS = {
     "int": ParameterType("an int", (int,), np.int32),
@@ -138,8 +136,6 @@ def architecture(capability: tuple[int, int], supported: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Compiled:
-    """NVRTC's result."""
-
     binary: bytes  # a cubin, or PTX as text if requested
     log: str  # the compiler's warnings and other output
 

@@ -111,7 +111,6 @@ class Profiler:
 
 
 def total_cost(calls: Sequence[KernelCall], sizes: BatchSizes) -> Cost:
-    """Return the total cost of calls."""
     return sum((call.cost(sizes) for call in calls), Cost())
 
 

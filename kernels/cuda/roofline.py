@@ -62,8 +62,6 @@ class Stopwatch:
 
 
 class CUDARoofline:
-    """Performance limits of one device."""
-
     def __init__(self, driver: Driver, device: int, *, n_bytes: int = 0, rounds: int = 0) -> None:
         self._driver, self._device, self._rounds = driver, device, rounds or ROUNDS
         self._properties = driver.properties(device)

@@ -75,7 +75,6 @@ class Watch(Protocol):
 
     def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
         """Compute a batch with `CUDAStep.launch`.  Called when the upload of the batch was submitted."""
-        ...
 
 
 #: Observers of this process's steps; only the last one is active.
@@ -205,7 +204,8 @@ class CUDAStep(Step):
             driver.upload(memory, slot.words[words], self.stream)
         self._receive(hidden, len(batch.ids), slot)
         if len(batch.embedded):
-            self._upload_embeddings(batch, slot)
+            for index, into in self._embeddings.items():
+                self._upload_rows(batch.embeddings_of(index, into.width), into, slot)
         for ngrams, into in self._ngrams:
             self._upload_rows(ngrams.rows(batch, limits.cache.host_states[ngrams.op.state]), into, slot)
         driver.record(slot.event, self.stream)
@@ -235,10 +235,6 @@ class CUDAStep(Step):
             matrix[:, into.width :] = 0
             self.driver.upload(memory, rows, self.stream)
             begin += memory.n_bytes
-
-    def _upload_embeddings(self, batch: Batch, slot: _Slot) -> None:
-        for index, into in self._embeddings.items():
-            self._upload_rows(batch.embeddings_of(index, into.width), into, slot)
 
     def _upload_rows(self, values: NDArray[np.float32], into: DeviceRows, slot: _Slot) -> None:
         """Copy rows to the buffer that calls read."""

@@ -112,7 +112,6 @@ class CUDAWeightLoader:
             return self._matrix(weight, format, self._pack(weight, format))
 
     def _pack(self, weight: Weight, format: PackedFormat) -> DeviceMemory:
-        """Return the weight's tiles."""
         packed = self._driver.allocate(self.device, _packed_bytes(weight.shape, format))
         matrices = matrices_to_pack(weight, GROUP)
         n_bytes = packed.n_bytes // len(matrices)
@@ -121,7 +120,6 @@ class CUDAWeightLoader:
         return packed
 
     def _pack_rows(self, weight: Weight, rows: NDArray[np.uint8], format: PackedFormat, packed: DeviceMemory) -> None:
-        """Pack rows of a weight to tiles."""
         driver, n_out, n_in = self._driver, len(rows), weight.shape[-1]
         row_bytes = block_size(format.type).row_bytes(n_in)
         module = driver.load_module(self.device, "pack", format.defines)
@@ -205,7 +203,6 @@ class CUDAPackedWeights:
         return DeviceMemory(self._loader.device, 0, 4 * padded(prod(weight.shape)), None)
 
     def load(self, use: WeightUse, progress: Progress | None) -> PackedWeight:
-        """Pack a weight."""
         weight, planned = use.weight, self.planned(use)
         if use.is_float:
             self._vectors[weight] = self._loader.floats(use)

@@ -8,19 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from localllm.errors import KernelError
-from localllm.kernels.graph import (
-    HeadNorm,
-    KVCache,
-    Operation,
-    PositionScale,
-    Rope,
-    Rows,
-    Tensor,
-    Weight,
-    check_rows,
-    check_shape,
-    check_softcap,
-)
+from localllm.kernels import graph as g
+from localllm.kernels.graph import HeadNorm, KVCache, Operation, PositionScale, Rope, Rows, Tensor, Weight
 
 
 class RopeAppend(Operation[Tensor]):
@@ -74,7 +63,7 @@ class RopeAppend(Operation[Tensor]):
     @cached_property
     def result(self) -> Tensor:
         cache, key_dim = self.cache, self.cache.key_dim
-        check_rows(Rows.TOKENS, self.q, self.k, self.v)
+        g.check_rows(Rows.TOKENS, self.q, self.k, self.v)
         _check_queries(self.q, cache)
         if (self.v is None) != (self.k is None or cache.values_in_keys):
             raise KernelError("keys need values unless the keys contain the values, and values need keys")
@@ -169,18 +158,18 @@ class Attention(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_rows(Rows.TOKENS, self.q)
+        g.check_rows(Rows.TOKENS, self.q)
         _check_queries(self.q, self.cache)
         cache_window, reach = self.cache.window, self.window or self.chunk
         if cache_window is not None and (reach is None or reach > cache_window):
             raise KernelError(f"attention must look no further back than a cache of {cache_window} tokens keeps")
-        check_softcap(self.softcap)
+        g.check_softcap(self.softcap)
         if self.chunk is not None and (self.window is not None or not self.causal):
             raise KernelError("attention in chunks must be causal and without a window")
         if self.has_spans and (self.chunk is not None or not (self.causal or self.window is None)):
             raise KernelError("attention with spans must be without chunks, and without a window if it is not causal")
         if self.selected is not None:
-            check_rows(Rows.TOKENS, self.selected)
+            g.check_rows(Rows.TOKENS, self.selected)
             has_reach = reach is not None and self.entries is None
             if has_reach or self.softcap or self.has_spans or not self.causal:
                 raise KernelError("positions cannot be selected in attention with a window, spans or a soft-cap")
@@ -194,10 +183,10 @@ class Attention(Operation[Tensor]):
                 raise KernelError("entries of runs need a window and one key head, without spans or soft-cap")
             if self.slopes is not None or self.biases is not None:
                 raise KernelError("entries of runs cannot be combined with slopes or biases")
-        check_shape(self.sinks, self.n_heads)
-        check_shape(self.slopes, self.n_heads)
+        g.check_shape(self.sinks, self.n_heads)
+        g.check_shape(self.slopes, self.n_heads)
         if self.biases is not None:
-            check_shape(self.biases, self.n_heads * (self.bias_width // 2 * 2 + 1))
+            g.check_shape(self.biases, self.n_heads * (self.bias_width // 2 * 2 + 1))
         by_distance = (self.slopes is not None) + (self.biases is not None)
         if by_distance and (by_distance > 1 or self.softcap or self.has_spans or self.selected is not None):
             raise KernelError("slopes or biases must be used alone, without soft-cap, spans or selection")

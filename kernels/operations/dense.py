@@ -9,22 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.graph import (
-    Matrix,
-    Operation,
-    RecurrentState,
-    Rows,
-    SameShape,
-    Tensor,
-    Value,
-    Weight,
-    check_choice,
-    check_dimensions,
-    check_residual,
-    check_rows,
-    check_shape,
-    check_softcap,
-)
+from localllm.kernels import graph as g
+from localllm.kernels.graph import Matrix, Operation, RecurrentState, Rows, SameShape, Tensor, Value, Weight
 
 #: Activation functions of `Activation`, and of `Gated`.
 UNGATED = ("silu", "gelu", "gelu_erf", "gelu_quick", "relu2", "tanh")
@@ -68,7 +54,7 @@ class Embed(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_dimensions(self.table, 2)
+        g.check_dimensions(self.table, 2)
         width = self.table.shape[1]
         if self.columns is not None and not 0 <= self.columns.start < self.columns.stop <= width:
             raise KernelError(
@@ -103,7 +89,7 @@ class NgramEmbed(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_dimensions(self.table, 2)
+        g.check_dimensions(self.table, 2)
         n, n_heads, (n_rows, width) = len(self.multipliers), len(self.sizes), self.table.shape
         if n < 2 or n_heads != len(self.offsets) or n_heads % (n - 1) or self.state.shape != (n - 1,):
             raise KernelError(f"{n_heads} heads and a state {list(self.state.shape)} do not fit n-grams of up to {n}")
@@ -179,7 +165,7 @@ class RMSNorm(SameShape):
         width, n_groups = self.x.width, self.n_groups
         _check_groups(width, n_groups)
         if self.weight is not None and self.weight.shape != (width // n_groups,):
-            check_shape(self.weight, width)
+            g.check_shape(self.weight, width)
 
 
 class LayerNorm(SameShape):
@@ -196,8 +182,8 @@ class LayerNorm(SameShape):
 
     def check(self) -> None:
         _check_groups(self.x.width, self.n_groups)
-        check_shape(self.weight, self.x.width)
-        check_shape(self.bias, self.x.width)
+        g.check_shape(self.weight, self.x.width)
+        g.check_shape(self.bias, self.x.width)
 
 
 class Add(SameShape):
@@ -212,9 +198,9 @@ class Add(SameShape):
     overwrites = "residual"
 
     def check(self) -> None:
-        check_residual(self.residual, self.x.rows, self.x.width)
+        g.check_residual(self.residual, self.x.rows, self.x.width)
         if self.gate is not None:
-            check_rows(self.x.rows, self.gate)
+            g.check_rows(self.x.rows, self.gate)
             if self.gate.width != 1:
                 raise KernelError(f"rows are added with one gate each, not with {self.gate.width}")
 
@@ -229,7 +215,7 @@ class AddRows(SameShape):
     consumes = ("x",)
 
     def check(self) -> None:
-        check_rows(Rows.TOKENS, self.x)
+        g.check_rows(Rows.TOKENS, self.x)
         if self.index < 1:
             raise KernelError(f"the index of further embeddings must be at least 1, not {self.index}")
 
@@ -255,7 +241,7 @@ class SideBySide(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_rows(self.tensors[0].rows, *self.tensors)
+        g.check_rows(self.tensors[0].rows, *self.tensors)
         if any(x.width % 16 for x in self.tensors):
             raise KernelError(f"rows of {[x.width for x in self.tensors]} columns must all be multiples of 16")
         return Tensor(self.tensors[0].rows, sum(x.width for x in self.tensors))
@@ -288,7 +274,7 @@ class Scale(SameShape):
     overwrites = "x"
 
     def check(self) -> None:
-        check_shape(self.weight, 1)
+        g.check_shape(self.weight, 1)
 
 
 class Linear(Operation[Tensor]):
@@ -301,9 +287,9 @@ class Linear(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_shape(self.matrix.weight, self.matrix.n_out, self.x.width)
+        g.check_shape(self.matrix.weight, self.matrix.n_out, self.x.width)
         if self.residual is not None:
-            check_residual(self.residual, self.x.rows, self.matrix.n_out)
+            g.check_residual(self.residual, self.x.rows, self.matrix.n_out)
         return Tensor(self.x.rows, self.matrix.n_out)
 
 
@@ -316,7 +302,7 @@ class Linears(Operation[tuple[Tensor, ...]]):
     @cached_property
     def result(self) -> tuple[Tensor, ...]:
         for matrix in self.matrices:
-            check_shape(matrix.weight, matrix.n_out, self.x.width)
+            g.check_shape(matrix.weight, matrix.n_out, self.x.width)
         return tuple(Tensor(self.x.rows, matrix.n_out) for matrix in self.matrices)
 
 
@@ -340,7 +326,7 @@ class HeadLinear(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_dimensions(self.weight, 3)
+        g.check_dimensions(self.weight, 3)
         n_heads, n_out, n_in = self.weight.shape
         if self.x.width % n_heads or self.n_rest < 0 or n_in % 32 or n_out % 32 or self.n_rest % 32:
             raise KernelError(
@@ -364,8 +350,8 @@ class Gated(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_choice("activation", self.activation, ACTIVATIONS)
-        check_rows(self.gate.rows, self.up)
+        g.check_choice("activation", self.activation, ACTIVATIONS)
+        g.check_rows(self.gate.rows, self.up)
         if self.gate.width != self.up.width:
             raise KernelError(f"a gate of {self.gate.width} values does not fit {self.up.width} values")
         return Tensor(self.gate.rows, self.gate.width)
@@ -382,8 +368,8 @@ class HeadGate(SameShape):
     overwrites = "x"
 
     def check(self) -> None:
-        check_choice("gate of heads", self.activation, HEAD_GATES)
-        check_rows(self.x.rows, self.gate)
+        g.check_choice("gate of heads", self.activation, HEAD_GATES)
+        g.check_rows(self.x.rows, self.gate)
         if self.x.width % (16 * self.gate.width):
             raise KernelError(f"{self.x.width} values are not {self.gate.width} heads of a multiple of 16 values")
 
@@ -395,7 +381,7 @@ class Activation(SameShape):
     overwrites = "x"
 
     def check(self) -> None:
-        check_choice("activation without a gate", self.activation, UNGATED)
+        g.check_choice("activation without a gate", self.activation, UNGATED)
 
 
 class Clamp(SameShape):
@@ -427,7 +413,7 @@ class Softcap(SameShape):
     overwrites = "x"
 
     def check(self) -> None:
-        check_softcap(self.cap)
+        g.check_softcap(self.cap)
 
 
 class Outputs(Operation[Tensor]):
@@ -443,7 +429,7 @@ class Outputs(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_rows(Rows.TOKENS, self.x)
+        g.check_rows(Rows.TOKENS, self.x)
         if self.n_joined < 1:
             raise KernelError(f"{self.n_joined} rows cannot be joined: give at least 1")
         return Tensor(Rows.OUTPUTS, self.x.width * (1 if self.is_mean else self.n_joined))

@@ -5,18 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 
 from localllm.errors import KernelError
-from localllm.kernels.graph import (
-    Operation,
-    Routing,
-    Rows,
-    Tensor,
-    Weight,
-    check_choice,
-    check_dimensions,
-    check_residual,
-    check_rows,
-    check_shape,
-)
+from localllm.kernels import graph as g
+from localllm.kernels.graph import Operation, Routing, Rows, Tensor, Weight
 
 #: Functions of `Route` from logits to probabilities of experts.
 GATINGS = ("softmax", "sigmoid", "sqrt_softplus")
@@ -61,16 +51,16 @@ class Route(Operation[Routing]):
     @cached_property
     def result(self) -> Routing:
         n = self.logits.width
-        check_rows(Rows.TOKENS, self.logits)
-        check_choice("gating", self.gating, GATINGS)
-        check_shape(self.selection_bias, n)
-        check_shape(self.expert_scales, n)
+        g.check_rows(Rows.TOKENS, self.logits)
+        g.check_choice("gating", self.gating, GATINGS)
+        g.check_shape(self.selection_bias, n)
+        g.check_shape(self.expert_scales, n)
         if not 1 <= self.k <= self.logits.width:
             raise KernelError(
                 f"{self.k} of {self.logits.width} experts cannot be chosen: choose 1 to {self.logits.width}"
             )
         if self.expert_ids is not None:
-            check_rows(Rows.TOKENS, self.expert_ids)
+            g.check_rows(Rows.TOKENS, self.expert_ids)
             if self.expert_ids.width != self.k or self.selection_bias is not None or self.n_groups > 1:
                 raise KernelError(
                     f"{self.expert_ids.width} experts per token are set, but {self.k} are needed, without bias or "
@@ -106,7 +96,7 @@ class ExpertLinears(Operation[tuple[Tensor, ...]]):
 
     @cached_property
     def result(self) -> tuple[Tensor, ...]:
-        check_rows(Rows.TOKENS, self.x)
+        g.check_rows(Rows.TOKENS, self.x)
         if len(self.biases) not in (0, len(self.experts)):
             raise KernelError(
                 f"{len(self.biases)} biases do not match {len(self.experts)} matrices: give one per matrix, or none"
@@ -134,14 +124,14 @@ class ExpertOutput(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_rows(Rows.CHOSEN, self.h)
+        g.check_rows(Rows.CHOSEN, self.h)
         _check_experts(self.experts, self.h, self.routing, self.bias)
         if self.residual is not None:
-            check_residual(self.residual, Rows.TOKENS, self.experts.shape[1])
+            g.check_residual(self.residual, Rows.TOKENS, self.experts.shape[1])
         return Tensor(Rows.TOKENS, self.experts.shape[1])
 
 
 def _check_experts(weight: Weight, x: Tensor, routing: Routing, bias: Weight | None) -> None:
-    check_dimensions(weight, 3)
-    check_shape(weight, routing.n_experts, weight.shape[1], x.width)
-    check_shape(bias, *weight.shape[:2])
+    g.check_dimensions(weight, 3)
+    g.check_shape(weight, routing.n_experts, weight.shape[1], x.width)
+    g.check_shape(bias, *weight.shape[:2])

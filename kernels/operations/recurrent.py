@@ -5,16 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 
 from localllm.errors import KernelError
-from localllm.kernels.graph import (
-    Operation,
-    RecurrentState,
-    Rows,
-    Tensor,
-    Weight,
-    check_dimensions,
-    check_rows,
-    check_shape,
-)
+from localllm.kernels import graph as g
+from localllm.kernels.graph import Operation, RecurrentState, Rows, Tensor, Weight
 
 #: Maximum kernel length of `CausalConv`.
 MAX_CONV = 16
@@ -36,13 +28,13 @@ class CausalConv(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_rows(Rows.TOKENS, self.x)
-        check_dimensions(self.weight, 2)
+        g.check_rows(Rows.TOKENS, self.x)
+        g.check_dimensions(self.weight, 2)
         n, kernel = self.x.width, self.weight.shape[1]
         if not 2 <= kernel <= MAX_CONV:
             raise KernelError(f"a convolution needs kernels of 2 to {MAX_CONV} values, not of {kernel}")
-        check_shape(self.weight, n, kernel)
-        check_shape(self.bias, n)
+        g.check_shape(self.weight, n, kernel)
+        g.check_shape(self.bias, n)
         if self.state.shape != (kernel - 1, n):
             raise KernelError(f"a convolution needs a state {[kernel - 1, n]}, not {list(self.state.shape)}")
         return Tensor(Rows.TOKENS, n)
@@ -84,14 +76,14 @@ class GatedDelta(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_rows(Rows.TOKENS, *self.qkv, self.decay, self.beta)
+        g.check_rows(Rows.TOKENS, *self.qkv, self.decay, self.beta)
         n_heads, d_k, d_v = _check_heads(self.state, self.n_key_heads)
         keys = self.n_key_heads * d_k
         _check_side_by_side(self.qkv, (keys, keys, n_heads * d_v))
         if self.decay.width not in (n_heads, n_heads * d_k) or self.beta.width != n_heads:
             raise KernelError(f"decay and beta of {n_heads} heads cannot have {self.decay.width}, {self.beta.width}")
         _check_column(self.a, n_heads)
-        check_shape(self.dt_bias, self.decay.width)
+        g.check_shape(self.dt_bias, self.decay.width)
         return Tensor(Rows.TOKENS, n_heads * d_v)
 
 
@@ -118,14 +110,14 @@ class Scan(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_rows(Rows.TOKENS, *self.xbc, self.dt)
+        g.check_rows(Rows.TOKENS, *self.xbc, self.dt)
         n_heads, n, p = _check_heads(self.state, self.n_groups)
         _check_side_by_side(self.xbc, (n_heads * p, self.n_groups * n, self.n_groups * n))
         if self.dt.width != n_heads:
             raise KernelError(f"{self.dt.width} time steps do not match {n_heads} heads: give one per head")
         for weight in (self.a, self.d):
             _check_column(weight, n_heads)
-        check_shape(self.dt_bias, n_heads)
+        g.check_shape(self.dt_bias, n_heads)
         return Tensor(Rows.TOKENS, n_heads * p)
 
 
@@ -152,7 +144,7 @@ class ChannelScan(Operation[Tensor]):
 
     @cached_property
     def result(self) -> Tensor:
-        check_rows(Rows.TOKENS, self.x, self.dt, self.b, self.c)
+        g.check_rows(Rows.TOKENS, self.x, self.dt, self.b, self.c)
         n, n_state = self.x.width, self.b.width
         if (
             self.dt.width != n
@@ -162,9 +154,9 @@ class ChannelScan(Operation[Tensor]):
             or self.state.shape != (n_state, n)
         ):
             raise KernelError(f"a scan of {n} channels of {n_state} values does not match {list(self.state.shape)}")
-        check_shape(self.a, n, n_state)
+        g.check_shape(self.a, n, n_state)
         for weight in (self.dt_bias, self.d):
-            check_shape(weight, n)
+            g.check_shape(weight, n)
         return Tensor(Rows.TOKENS, n)
 
 
@@ -194,4 +186,4 @@ def _check_heads(state: RecurrentState, n_groups: int) -> tuple[int, int, int]:
 
 def _check_column(weight: Weight, n: int) -> None:
     """Raises KernelError unless the shape is [n] or [n, 1], the shapes of recurrence weights in files."""
-    check_shape(weight, *((n, 1) if len(weight.shape) == 2 else (n,)))
+    g.check_shape(weight, *((n, 1) if len(weight.shape) == 2 else (n,)))

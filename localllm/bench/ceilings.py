@@ -29,7 +29,6 @@ def gpu_index(device: str) -> int | None:
 
 
 def has_gpu(info: ModelInfo) -> bool:
-    """Return whether a part of a model is on a GPU."""
     return any(gpu_index(device) is not None for device in info.placement.devices)
 
 

@@ -202,7 +202,6 @@ def our_address(line: str) -> str | None:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Format the results of a load as a table."""
     lines = [
         "{model}: {clients} clients, {requests} requests in {seconds:.1f} s, {prompt_tokens:,} tokens of prompts, "
         "{reply_tokens:,} of replies".format(**summary),

@@ -28,8 +28,6 @@ _MAX_KEPT = 2000
 
 @dataclass(frozen=True)
 class Details:
-    """Details from a file's header."""
-
     error: str | None = None  # why it cannot be run; other fields are None if the file cannot be read
     title: str | None = None  # name in the metadata
     architecture: str | None = None  # "llama", …

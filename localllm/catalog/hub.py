@@ -35,8 +35,6 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file on the hub."""
-
     name: str
     n_bytes: int
     hash: str  # SHA-256, or git's SHA-1 for small files: the name of the blob in the cache

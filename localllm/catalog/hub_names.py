@@ -36,8 +36,6 @@ _NO_MODEL = re.compile(r"(mmproj|imatrix)|.*\b(mmproj|imatrix)\b", re.IGNORECASE
 
 @dataclass(frozen=True)
 class HubName:
-    """A model on the hub."""
-
     repo: str  # "ORG/REPO"
     choice: str | None = None  # name of a file, or a quantisation; None for the default
 

@@ -27,8 +27,6 @@ MAX_ENTRIES = 100_000
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model on this machine."""
-
     name: str  # argument of ``-m``
     path: Path  # the file, or the first file of a split model
     n_bytes: int  # bytes of all files

@@ -79,8 +79,6 @@ def _encoder(group: FileGroup, names: Iterable[str]) -> list[str]:
 
 
 class _Puller:
-    """One download."""
-
     def __init__(self, name: HubName, progress: PullProgress) -> None:
         self._hub = Hub(name.repo)
         self._name = name

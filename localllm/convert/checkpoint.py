@@ -32,6 +32,7 @@ from localllm.errors import (
     path_text,
     quoted,
 )
+from localllm.gguf import Metadata
 from localllm.gguf.writer import TensorSpec, read_back
 from localllm.models.config import MAX_LAYERS, ModelMetadata, read_general
 from localllm.models.hf_convert import floats, is_classifier
@@ -71,10 +72,9 @@ _NEXTN = {
     "norm": "shared_head_norm",
 }
 
-#: ``pooling_type`` by the setting in 1_Pooling/config.json of sentence-transformers.
+#: ``pooling_type`` by the setting in 1_Pooling/config.json, or by "pooling_mode" in newer files.
 _POOLING = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
-#: ``pooling_type`` by "pooling_mode", which newer files contain instead.
-_POOLING_MODES = {"mean": 1, "cls": 2, "lasttoken": 3}
+_POOLING |= {"mean": 1, "cls": 2, "lasttoken": 3}
 
 
 _KNOWN = ARCHITECTURES | DRAFTERS
@@ -116,7 +116,35 @@ class CheckpointTensor:
         """Do nothing: values are not mapped into memory."""
 
 
-class Checkpoint:
+class ConvertedFolder:
+    """A Hugging Face folder with the interface of a GGUF file."""
+
+    path: Path
+    paths: list[Path]  # safetensors files
+    architecture: str
+    tensors: dict[str, CheckpointTensor]
+    metadata: Metadata
+
+    @property
+    def parts(self) -> Sequence[Sequence[str]]:
+        return (tuple(self.tensors),)
+
+    def check_unchanged(self) -> None:
+        """Do nothing: reading a tensor raises ModelError if a file was truncated."""
+
+    def read_back(self, metadata: Mapping[str, Any], name: str, read: Callable[[], object]) -> None:
+        """Set the metadata as a file stores it. ``read`` checks such a file; ``name`` is its name in errors."""
+        try:
+            specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
+            self.metadata = read_back(self.path, metadata, specs)
+            read()
+        except UnsupportedArchitectureError:
+            raise
+        except (ModelError, UsageError, OutputError, TokenizerError) as error:
+            raise ModelError(f"{name} cannot be converted: {error}") from error
+
+
+class Checkpoint(ConvertedFolder):
     """A folder with config.json, safetensors and a tokenizer.
 
     ``conversion``: defaults to the conversion of the architecture; ``target``: target model of a drafter without a
@@ -135,7 +163,7 @@ class Checkpoint:
             meta = ModelMetadata(target.metadata, str(target.metadata.get("general.architecture")))
             config.target = read_general(meta, target.tensors)
         files = read_folder(folder)
-        self.paths = sorted({tensor.path for tensor in files.values()})  # safetensors files
+        self.paths = sorted({tensor.path for tensor in files.values()})
         sources = config.tensors = find_sources(files, config)
         _check_modules(folder)
         try:
@@ -150,7 +178,7 @@ class Checkpoint:
                 f"config.json and the tensors of {path_text(folder)} do not make a {self.architecture} model "
                 f"({type(error).__name__}: {error!s:.150}): is the folder complete, and of this architecture?"
             ) from error
-        embedding = self.tensors.get("token_embd.weight")
+        embedding, target_metadata = self.tensors.get("token_embd.weight"), {} if target is None else target.metadata
         n_vocab = embedding.shape[0] if embedding else 0
         metadata = (
             {
@@ -159,7 +187,7 @@ class Checkpoint:
                 "general.name": checkpoint_name(folder),
                 "general.size_label": size_label(self.tensors),
             }
-            | ({} if target is None else _vocabulary_of(target))
+            | {key: value for key, value in target_metadata.items() if key.startswith("tokenizer.")}
             | generation_keys(folder, n_vocab)
             | _pooling(folder, self.architecture)  # a classifier's keys replace it
             | {
@@ -171,28 +199,13 @@ class Checkpoint:
             | (vocabulary_keys(folder, config, n_vocab) if target is None else {})
         )
         config.check_lost(conversion.meant)
-        self._read_back(metadata)
+        self.read_back(metadata, path_text(folder), self._read)
 
-    def _read_back(self, metadata: Mapping[str, Any]) -> None:
-        """Set the metadata as a file stores it, and check that localllm can read such a file."""
-        try:
-            specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
-            self.metadata = read_back(self.path, metadata, specs)
-            read_model(self)
-            if has_block(self):
-                read_model(self, is_block=True)
-            Tokenizer.from_gguf(self)
-        except UnsupportedArchitectureError:
-            raise
-        except (ModelError, UsageError, OutputError, TokenizerError) as error:
-            raise ModelError(f"{path_text(self.path)} cannot be converted: {error}") from error
-
-    @property
-    def parts(self) -> Sequence[Sequence[str]]:
-        return (tuple(self.tensors),)
-
-    def check_unchanged(self) -> None:
-        """Do nothing: reading a tensor raises ModelError if a file was truncated."""
+    def _read(self) -> None:
+        read_model(self)
+        if has_block(self):
+            read_model(self, is_block=True)
+        Tokenizer.from_gguf(self)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -252,10 +265,6 @@ def _model_keys(
     if config.n_nextn:
         keys |= {"block_count": n_blocks, "nextn_predict_layers": config.n_nextn}
     return keys
-
-
-def _vocabulary_of(target: ModelFile) -> dict[str, Any]:
-    return {key: value for key, value in target.metadata.items() if key.startswith("tokenizer.")}
 
 
 def _architecture(config: Config, values: Mapping[str, Any]) -> str:
@@ -331,7 +340,7 @@ def _pooling(folder: Path, architecture: str) -> dict[str, Any]:
     values = read_json(path)
     modes = [name for name, value in values.items() if name.startswith("pooling_mode_") and value is True]
     modes += [mode] if (mode := values.get("pooling_mode")) else []
-    types = [(_POOLING | _POOLING_MODES).get(str(mode)) for mode in modes]
+    types = [_POOLING.get(str(mode)) for mode in modes]
     if None in types or len(types) > 1:
         raise ModelError(
             f"{path_text(path)} has the pooling {' and '.join(map(str, modes))}: GGUF files can only describe one of "
@@ -368,7 +377,6 @@ def _dense(folder: Path) -> dict[str, CheckpointTensor]:
 
 
 def _dense_widths(architecture: str, dense: Mapping[str, CheckpointTensor]) -> dict[str, Any]:
-    """Return the keys for the widths of the linear layers after the pooling."""
     return {
         f"{architecture}.{name.partition('.')[0]}_feat_{side}": width
         for name, tensor in dense.items()
@@ -385,7 +393,6 @@ class _Namer:
         self._names = tensor_names(architecture, conversion.names)
 
     def tensors(self, sources: Mapping[str, Source]) -> dict[str, CheckpointTensor]:
-        """Return all tensors of the file, by name."""
         groups: dict[str, dict[int, Source]] = defaultdict(dict)
         tied_head: Source | None = None
         for name, source in sources.items():
@@ -445,8 +452,7 @@ class _Namer:
         type, as_blocks = first.type, first.blocks is not None
         if as_blocks and not self._moves_rows(name, first, is_stacked):
             type, as_blocks = GGMLType.BF16 if type is GGMLType.MXFP4 else GGMLType.F16, False
-        dtype = {GGMLType.BF16: np.uint16, GGMLType.F32: np.float32, GGMLType.I32: np.int32}.get(type, np.float16)
-        outputs = self._changed(name, _placeholder(first.shape, np.zeros(1, dtype), is_stacked))
+        outputs = self._changed(name, placeholder(first.shape, empty_row(type), is_stacked))
         found = {}
         for ours, array in outputs.items():
             shape = array.shape
@@ -468,7 +474,7 @@ class _Namer:
         n = BLOCK_SIZES[source.type].row_bytes(source.shape[-1])
         numbers = np.arange(n, dtype=np.uint16)
         try:
-            outputs = self._changed(name, _placeholder((*source.shape[:-1], n), numbers, is_stacked))
+            outputs = self._changed(name, placeholder((*source.shape[:-1], n), numbers, is_stacked))
         except (ValueError, IndexError):
             return False
         names = [ours for ours, array in outputs.items() if array.ndim > 1 and is_quantizable(ours, array.shape)]
@@ -497,6 +503,11 @@ class _Namer:
         return {ours.replace("gate_up", half): part for half, part in halves}
 
 
-def _placeholder(shape: Sequence[int], row: Array, is_stacked: bool) -> Array:
+def empty_row(type: GGMLType) -> Array:
+    dtypes = {GGMLType.BF16: np.uint16, GGMLType.F32: np.float32, GGMLType.I32: np.int32}
+    return np.zeros(1, dtypes.get(type, np.float16))
+
+
+def placeholder(shape: Sequence[int], row: Array, is_stacked: bool = False) -> Array:
     """Return an array of a shape without memory: every row is ``row``."""
     return np.broadcast_to(row if shape else row[0], (1, *shape) if is_stacked else tuple(shape))

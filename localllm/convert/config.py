@@ -12,7 +12,7 @@ from localllm.convert.irrelevant import is_irrelevant
 from localllm.convert.settings import CheckpointSettings, MissingSetting
 from localllm.errors import ModelError, quoted
 from localllm.models.config import ModelConfig
-from localllm.models.hf_convert import MEANT, head_dim, window_pattern
+from localllm.models.hf_convert import head_dim, window_pattern
 from localllm.models.rope import yarn_mscale
 
 #: Sections of config.json that describe the text model.
@@ -160,7 +160,6 @@ class Config(CheckpointSettings):
 
         ``meant``: as in `CheckpointSettings.check_all_read`.
         """
-        meant = MEANT | dict(meant)
         self.check_all_read(meant, is_irrelevant)
         self.rope_parameters.check_all_read({}, lambda name: name in meant or is_irrelevant(name))
 
@@ -175,11 +174,21 @@ def _window(has_window: Any) -> str:
     return "sliding_attention" if has_window else "full_attention"
 
 
-def _period(config: Config, default: int = 4) -> int:
-    period = config.get("sliding_window_pattern", default)
-    if isinstance(period, str):  # EXAONE's "LLLG"
-        return len(period)
-    return int(period or 0) if config.get("sliding_window") else 0
+def _every(config: Config, name: str, default: int | None = None) -> int:
+    """Return a setting, the length of a repeated pattern of layers. Raises ModelError if it is not positive."""
+    n = config[name] if default is None else config.get(name, default)
+    if not isinstance(n, int) or n < 1:
+        raise ModelError(f"config.json has {name} = {quoted(n)}, a number of layers: set it to 1 or more")
+    return n
+
+
+def _exaone(config: Config, i: int) -> str:
+    period = config.get("sliding_window_pattern", 4)
+    if isinstance(period, str):  # "LLLG"
+        period = len(period)
+    elif not config.get("sliding_window"):
+        period = 0
+    return _window(period and (i + 1) % int(period))
 
 
 def _after_dense(config: Config, i: int) -> str:
@@ -197,8 +206,9 @@ _N_DENSE = {"glm5_next_text": 3, "hy_v3": 1, "hy_v4": 1, "laguna": 1, "mellum": 
 
 
 def _cohere2_moe(config: Config, i: int) -> str:
-    n_dense, of_dense = config.get("first_k_dense_replace", 0), config.prefix_dense_sliding_window_pattern
-    return _window((i + 1) % of_dense if i < n_dense else (i - n_dense + 1) % config.sliding_window_pattern)
+    n_dense, of_dense = config.get("first_k_dense_replace", 0), _every(config, "prefix_dense_sliding_window_pattern")
+    period = _every(config, "sliding_window_pattern")
+    return _window((i + 1) % of_dense if i < n_dense else (i - n_dense + 1) % period)
 
 
 def _lfm2(config: Config, i: int) -> str:
@@ -207,19 +217,19 @@ def _lfm2(config: Config, i: int) -> str:
 
 
 def _linear(other: str) -> Callable[[Config, int], str]:
-    return lambda config, i: "linear_attention" if (i + 1) % config.get("full_attention_interval", 4) else other
+    return lambda config, i: "linear_attention" if (i + 1) % _every(config, "full_attention_interval", 4) else other
 
 
 #: Kinds of layers that a class gives a layer, counted from 0, if ``layer_types`` is omitted.
 _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
-    "afmoe": lambda config, i: _window((i + 1) % config.global_attn_every_n_layers),
-    "cohere2": lambda config, i: _window((i + 1) % config.get("sliding_window_pattern", 4)),
+    "afmoe": lambda config, i: _window((i + 1) % _every(config, "global_attn_every_n_layers")),
+    "cohere2": lambda config, i: _window((i + 1) % _every(config, "sliding_window_pattern", 4)),
     "cohere2_moe": _cohere2_moe,
     "dots1": lambda config, i: _window(config.sliding_window and i >= config.max_window_layers),
-    "exaone4": lambda config, i: _window((i + 1) % _period(config)) if _period(config) else "full_attention",
-    "exaone_moe": lambda config, i: _window((i + 1) % _period(config)) if _period(config) else "full_attention",
+    "exaone4": _exaone,
+    "exaone_moe": _exaone,
     "gemma2": lambda config, i: _window((i + 1) % 2),
-    "gemma3_text": lambda config, i: _window((i + 1) % config.get("sliding_window_pattern", 6)),
+    "gemma3_text": lambda config, i: _window((i + 1) % _every(config, "sliding_window_pattern", 6)),
     "gemma3n_text": lambda config, i: _window((i + 1) % 5),
     "gemma4_text": lambda config, i: _window((i + 1) % 6 and i + 1 < config.num_hidden_layers),
     "gemma4_unified_text": lambda config, i: _window((i + 1) % 6 and i + 1 < config.num_hidden_layers),
@@ -236,7 +246,7 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "mimo_v2_flash": lambda config, i: _window(i and (i + 1) % 6),
     "mistral": lambda config, i: _window(config.sliding_window),
     "mixtral": lambda config, i: _window(config.sliding_window),
-    "modernbert": lambda config, i: _window(i % config.get("global_attn_every_n_layers", 3)),
+    "modernbert": lambda config, i: _window(i % _every(config, "global_attn_every_n_layers", 3)),
     "muse_glimmer_text": lambda config, i: _window((config.num_hidden_layers - 1 - i) % 4),
     "olmo3": lambda config, i: _window((i + 1) % 4),
     "phi3": lambda config, i: _window(config.sliding_window),
@@ -253,7 +263,9 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "qwen3_next": _linear("full_attention"),
     "qwen4_exp_text": _linear("indexed_attention"),
     "smollm3": lambda config, i: _window(
-        config.use_sliding_window and config.sliding_window and (i + 1) % config.no_rope_layer_interval == 0
+        config.use_sliding_window
+        and config.sliding_window
+        and (i + 1) % _every(config, "no_rope_layer_interval") == 0
     ),
     "starcoder2": lambda config, i: _window(config.sliding_window),
     "step3p5": lambda config, i: "full_attention",

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from localllm.convert.checkpoint import Array, CheckpointTensor, checkpoint_name, size_label
+from localllm.convert.checkpoint import (
+    Array,
+    CheckpointTensor,
+    ConvertedFolder,
+    checkpoint_name,
+    empty_row,
+    placeholder,
+    size_label,
+)
 from localllm.convert.config import COMMON_NAMES, TEXT_SECTIONS, Config
 from localllm.convert.defaults import DEFAULTS, ENCODER_TYPES, NAMES, PROCESSOR_DEFAULTS, PROCESSOR_TYPES
 from localllm.convert.irrelevant import is_irrelevant_to_encoder, is_irrelevant_to_processor, is_media
 from localllm.convert.safetensors import read_folder
 from localllm.convert.settings import CheckpointSettings, read_json
 from localllm.convert.sources import Source, find_sources
-from localllm.errors import ModelError, OutputError, UnsupportedArchitectureError, UsageError, path_text, quoted
-from localllm.gguf.writer import TensorSpec, read_back
+from localllm.errors import ModelError, UnsupportedArchitectureError, path_text, quoted
 from localllm.models.encoders.encoder import EncoderCheckpoint
 from localllm.models.encoders.registry import PROJECTORS, Projector, read_encoder
 from localllm.models.hf_convert import floats
@@ -45,7 +50,7 @@ _OTHERS = re.compile(
 _SOUNDS = re.compile(r"^(model\.)?(audio_tower|embed_audio)\.")
 
 
-class MmprojCheckpoint:
+class MmprojCheckpoint(ConvertedFolder):
     """A folder with config.json, preprocessor_config.json and safetensors, of a model for images or audio."""
 
     architecture = "clip"
@@ -55,7 +60,7 @@ class MmprojCheckpoint:
         values = read_json(folder / "config.json")
         found = _families(folder, values)
         files = read_folder(folder)
-        self.paths = sorted({tensor.path for tensor in files.values()})  # safetensors files
+        self.paths = sorted({tensor.path for tensor in files.values()})
         try:
             sources = find_sources(files, Config(values))
             self.tensors = _tensors(sources, found) | _rows(folder, sources, found)
@@ -67,23 +72,8 @@ class MmprojCheckpoint:
                 f"({type(error).__name__}: {error!s:.150}): is the folder complete?"
             ) from error
         _check_lost(found)
-        try:
-            specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
-            # metadata and tensors of the converted GGUF file
-            self.metadata = read_back(folder, metadata, specs)
-            for media in found:
-                read_encoder(self, media)
-        except UnsupportedArchitectureError:
-            raise
-        except (ModelError, UsageError, OutputError) as error:
-            raise ModelError(f"the encoder of {path_text(folder)} cannot be converted: {error}") from error
-
-    @property
-    def parts(self) -> Sequence[Sequence[str]]:
-        return (tuple(self.tensors),)
-
-    def check_unchanged(self) -> None:
-        """Do nothing: reading a tensor raises ModelError if a file was truncated."""
+        name = f"the encoder of {path_text(folder)}"
+        self.read_back(metadata, name, lambda: [read_encoder(self, media) for media in found])
 
 
 def _families(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[Projector, EncoderCheckpoint]]:
@@ -161,9 +151,9 @@ def _check_lost(families: Mapping[str, tuple[Projector, EncoderCheckpoint]]) -> 
     """Raise ModelError for a setting of encoders, processors or the fused model that the file would lose."""
     meant: dict[str, tuple[Any, ...]] = {}
     for family, c in families.values():
-        c.vision.check_all_read(family.meant, is_irrelevant_to_encoder)
-        c.processor.check_all_read(family.meant, is_irrelevant_to_processor)
-        meant |= family.meant
+        c.vision.check_all_read(family.conversion.meant, is_irrelevant_to_encoder)
+        c.processor.check_all_read(family.conversion.meant, is_irrelevant_to_processor)
+        meant |= family.conversion.meant
     text = c.text
 
     def is_fusion(name: str) -> bool:
@@ -187,7 +177,7 @@ def _keys(folder: Path, found: Mapping[str, tuple[Projector, EncoderCheckpoint]]
         if media == "image":
             for key, other in (("image_mean", "norm_mean"), ("image_std", "norm_std")):
                 keys[f"vision.{key}"] = [float(x) for x in c.processor[other if other in c.processor else key]]
-        own = family.keys(c)
+        own = dict(family.conversion.keys(c))
         if len(found) > 1 and (projector := own.pop("projector_type", None)):
             own[f"{section}.projector_type"] = projector
         keys |= own
@@ -198,15 +188,14 @@ def _keys(folder: Path, found: Mapping[str, tuple[Projector, EncoderCheckpoint]]
 def _tensors(
     sources: Mapping[str, Source], families: Mapping[str, tuple[Projector, EncoderCheckpoint]]
 ) -> dict[str, CheckpointTensor]:
-    """Return all tensors of the file, by name."""
-    names = {media: {**layer_names(media), **family.names} for media, (family, _) in families.items()}
+    names = {media: {**layer_names(media), **family.conversion.names} for media, (family, _) in families.items()}
     found: dict[str, CheckpointTensor] = {}
     for name, source in sources.items():
         media = "audio" if _SOUNDS.search(name) or "image" not in families else "image"
         if _OTHERS.search(name) or media not in families or name.endswith((".inv_freq", "position_ids")):
             continue
         of = *families[media], names[media]
-        for ours, array in _changed(name, _placeholder(source), *of).items():
+        for ours, array in _changed(name, placeholder(source.shape, empty_row(source.type)), *of).items():
 
             def read(ours: str = ours, name: str = name, source: Source = source, of: Any = of) -> Iterator[Array]:
                 yield _changed(name, source.values(), *of)[ours]
@@ -237,17 +226,12 @@ def _rows(
     return found
 
 
-def _placeholder(source: Source) -> Array:
-    dtype = {GGMLType.BF16: np.uint16, GGMLType.F32: np.float32}.get(source.type, np.float16)
-    return np.broadcast_to(np.zeros(1, dtype) if source.shape else np.zeros((), dtype), source.shape)
-
-
 def _changed(
     name: str, array: Array, family: Projector, c: EncoderCheckpoint, names: Mapping[str, str]
 ) -> dict[str, Array]:
     """Return the file's tensors for a tensor of the checkpoint, by GGUF's names."""
     array = floats(array) if array.ndim < 2 else array
-    changed = family.tensor(name, array, c)
+    changed = family.conversion.tensor(name, array, c)
     if isinstance(changed, Mapping):
         return dict(changed)
     if (ours := encoder_name(names, name)) is not None:

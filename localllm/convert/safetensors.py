@@ -80,7 +80,6 @@ def read_folder(folder: Path) -> dict[str, FileTensor]:
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """Return the tensors of one file, by name."""
     try:
         with open_regular(path) as file:
             n_file = os.fstat(file.fileno()).st_size

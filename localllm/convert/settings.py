@@ -134,10 +134,9 @@ class CheckpointSettings:
         """Yield the names and values of the object itself, without defaults."""
         return ((name, self[name]) for name in self._values)
 
-    def peek(self, name: str, default: Any = None) -> Any:
-        """Return a value that something else has to read."""
-        value = self._values.get(name)
-        return default if value is None else value
+    def peek(self, name: str) -> Any:
+        """Return a value that something else has to read; None if it is missing."""
+        return self._values.get(name)
 
     def skip(self, *names: str) -> None:
         """Mark settings as read that change nothing in the converted file."""

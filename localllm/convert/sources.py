@@ -30,8 +30,6 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of a checkpoint."""
-
     shape: tuple[int, ...]
     type: GGMLType  # F32, F16, BF16 or I32, or the type of `blocks`
     values: Callable[[], Array]  # reads the values: float32, float16, bfloat16 as uint16, or int32

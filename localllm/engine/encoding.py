@@ -25,7 +25,6 @@ class MediaEmbedder(Protocol):
 
         If a batch of several images fails, each image is encoded again on its own.
         """
-        ...
 
 
 class Encoding:

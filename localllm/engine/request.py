@@ -89,30 +89,24 @@ class RequestOutput(Protocol):
 
         Only calls from the engine may turn it True. Any thread may turn it False.
         """
-        ...
 
     def progress(self, n_evaluated: int) -> None:
         """Report the number of prompt tokens in the cache. Must not raise.
 
         Called before the first step and after each step.
         """
-        ...
 
     def token(self, choice: Choice) -> bool:
         """Receive the next token. Return True if the text is complete."""
-        ...
 
     def logits(self, position: int, rows: NDArray[np.float32]) -> None:
         """Receive logits [n, n_vocab] for the tokens at ``position`` and after. The array is reused: copy it."""
-        ...
 
     def flush(self) -> None:
         """Deliver the results of the finished step."""
-        ...
 
     def end(self, error: BaseException | None) -> None:
         """Called once, after the last result. See `Request.finish_reason`."""
-        ...
 
 
 @dataclass(eq=False)

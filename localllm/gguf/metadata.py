@@ -20,36 +20,18 @@ from localllm.gguf.strings import StringArray, read_strings
 _MIN_ARRAY_BYTES = 4 + 8
 
 
-class ValueType(IntEnum):
-    """Ids of metadata value types (``gguf_metadata_value_type``)."""
+#: Ids of metadata value types (``gguf_metadata_value_type``).
+ValueType = IntEnum(
+    "ValueType",
+    "UINT8 INT8 UINT16 INT16 UINT32 INT32 FLOAT32 BOOL STRING ARRAY UINT64 INT64 FLOAT64",
+    start=0,
+)
 
-    UINT8 = 0
-    INT8 = 1
-    UINT16 = 2
-    INT16 = 3
-    UINT32 = 4
-    INT32 = 5
-    FLOAT32 = 6
-    BOOL = 7
-    STRING = 8
-    ARRAY = 9
-    UINT64 = 10
-    INT64 = 11
-    FLOAT64 = 12
-
-
+#: Types of numbers and bools in a file.
 DTYPES: dict[ValueType, np.dtype[Any]] = {
-    ValueType.UINT8: np.dtype("<u1"),
-    ValueType.INT8: np.dtype("<i1"),
-    ValueType.UINT16: np.dtype("<u2"),
-    ValueType.INT16: np.dtype("<i2"),
-    ValueType.UINT32: np.dtype("<u4"),
-    ValueType.INT32: np.dtype("<i4"),
-    ValueType.FLOAT32: np.dtype("<f4"),
-    ValueType.BOOL: np.dtype("?"),
-    ValueType.UINT64: np.dtype("<u8"),
-    ValueType.INT64: np.dtype("<i8"),
-    ValueType.FLOAT64: np.dtype("<f8"),
+    type: np.dtype(type.name.lower()).newbyteorder("<")
+    for type in ValueType
+    if type not in (ValueType.STRING, ValueType.ARRAY)
 }
 
 

@@ -55,8 +55,6 @@ _NO_MEDIA = Media(None)
 
 @dataclass(eq=False)
 class _Compiled:
-    """A stage of an encoder, and its step."""
-
     stage: EncoderStage
     step: Step | None = None
     sizes: tuple[int, ...] = (0, 0, 0, 0)  # maximum patches, rows, cache pages and frames of the step
@@ -64,8 +62,6 @@ class _Compiled:
 
 @dataclass(eq=False)
 class _Encoder:
-    """The encoder of one kind of media."""
-
     family: str  # projector type in the file
     model: EncoderModel  # graphs and preprocessing
     stages: list[_Compiled] = field(init=False)

@@ -150,7 +150,6 @@ class Placement:
 
     @property
     def total(self) -> int:
-        """Sum of all bytes."""
         return self.weights + self.pool + self.kv_cache + self.scratch + self.overhead
 
     @property

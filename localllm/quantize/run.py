@@ -55,7 +55,6 @@ class SourceTensor(Weight, Protocol):
     def n_bytes(self) -> int: ...
     def parts(self) -> Iterator[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
         """Yield the data in order, in one or several parts."""
-        ...
 
 
 class SourceFile(Protocol):

@@ -31,7 +31,6 @@ class TextEncoder(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``; ``n_vocab`` marks a byte or character that the vocabulary cannot represent."""
-        ...
 
 
 def make_encoder(vocabulary: Vocabulary) -> TextEncoder:

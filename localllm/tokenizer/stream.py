@@ -16,15 +16,12 @@ class ReplySplitter(Protocol):
     @property
     def held(self) -> str:
         """Characters that are not yet assigned to a part."""
-        ...
 
     def segments(self, text: str) -> Sequence[tuple[str, str, bool]]:
         """Add text. Return pieces: certain characters, their text, and whether the piece is reasoning."""
-        ...
 
     def last_segments(self) -> Sequence[tuple[str, str, bool]]:
         """Return the pieces of the held characters, after the last text."""
-        ...
 
 
 class StreamDecoder:

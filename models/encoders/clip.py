@@ -113,7 +113,7 @@ class Llava(VisionModel):
         x = self.layers(self.vector_norm(x, "v.pre_ln", self.eps))
         if "v.post_ln.weight" in self.weights:
             x = self.vector_norm(x, "v.post_ln", self.eps)
-        self.two_linears(self.joined(x), "mm.0", "mm.2", "gelu_erf")
+        self.two_linears(self.joined(x), "mm.0", "mm.2")
 
     def positions(self, rows: int, columns: int) -> Pixels:
         return self.position_table

@@ -16,23 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
+from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, HeadNorm, KVCache, Matrix, Rope, Rows, Tensor, Weight
-from localllm.kernels.operations import (
-    Activation,
-    Attention,
-    Gated,
-    Input,
-    LayerNorm,
-    Linear,
-    Linears,
-    Outputs,
-    RopeAppend,
-)
 from localllm.models.blocks import Layer, layer_norm, norm, query_key_value
 from localllm.models.config import Heads, ModelMetadata
 from localllm.models.encoders.images import MAX_PIXELS, block_order, normalised, open_image, patches
 from localllm.models.encoders.views import RowsScaled
-from localllm.models.hf_convert import GELU_TANH, Array
+from localllm.models.hf_convert import GELU_TANH, Array, implied
 from localllm.models.weights import Reshaped, Weights, floats
 
 if TYPE_CHECKING:
@@ -233,12 +223,14 @@ class EncoderModel:
         for i in range(self.n_layers) if numbers is None else numbers:
             self.graph.layer = i
             at = self.at(self.weights.layer(i, self.stem))
-            if cache is None:  # all layers share a cache, because only the current layer reads it
-                cache = self.graph.kv_cache(self.n_heads, self.head_dim)
+            cache = cache or self.cache()  # all layers share a cache, because only the current layer reads it
             x = self.layer(at, x, cache, rope)
             self.behind_layer(i, x)
         self.graph.layer = "output"
         return x
+
+    def cache(self) -> KVCache:
+        return self.graph.kv_cache(self.n_heads, self.head_dim)
 
     def behind_layer(self, number: int, x: Tensor) -> None:
         """Record blocks between layers. Called with each layer's number and output."""
@@ -258,20 +250,17 @@ class EncoderModel:
         if at.weights.n_rows("ffn_up.weight") == self.n_embd != self.n_ff:  # llama.cpp's converters of 2023 swap them
             up, down = down, up
         names = ("ffn_gate", up) if "ffn_gate.weight" in at.weights else (up,)
-        y, *gate = at.add(Linears(x, tuple(at.weights.matrix(name, self.n_embd, self.n_ff) for name in names)))
-        y = at.add(Gated(y, gate[0], self.activation) if gate else Activation(y, self.activation))
+        y, *gate = at.add(ops.Linears(x, tuple(at.weights.matrix(name, self.n_embd, self.n_ff) for name in names)))
+        y = at.add(ops.Gated(y, gate[0], self.activation) if gate else ops.Activation(y, self.activation))
         return self.project(at, y, down, "ls2", residual)
 
     def project(self, at: Layer, x: Tensor, name: str, scale: str, residual: Tensor | None) -> Tensor:
         """Return residual + x times a matrix, with a factor per output value if the file contains factors."""
-        matrix, factors = (
-            at.weights.matrix(name, x.width, self.n_embd),
-            at.weights.find(f"{scale}.weight", self.n_embd),
-        )
-        if factors is not None:
+        matrix = at.weights.matrix(name, x.width, self.n_embd)
+        if (factors := at.weights.find(f"{scale}.weight", self.n_embd)) is not None:
             bias = None if matrix.bias is None else RowsScaled(matrix.bias, factors)
             matrix = Matrix(RowsScaled(matrix.weight, factors), bias)
-        return at.add(Linear(x, matrix, residual=residual))
+        return at.add(ops.Linear(x, matrix, residual=residual))
 
     def attention(
         self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None, *, residual: Tensor | None
@@ -285,31 +274,29 @@ class EncoderModel:
             q_norm, k_norm = (
                 HeadNorm(at.norm_eps, at.weights.vector(f"attn_{name}_norm", self.head_dim)) for name in "qk"
             )
-        q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm))
+        q = at.add(ops.RopeAppend(q, k, v, cache, rope, q_norm, k_norm))
         is_windowed = self.graph.layer in self.windowed
-        y = at.add(Attention(q, cache, self.head_dim**-0.5, causal=False, has_spans=is_windowed))
+        y = at.add(ops.Attention(q, cache, self.head_dim**-0.5, causal=False, has_spans=is_windowed))
         return self.project(at, y, "attn_out", "ls1", residual)
 
     def joined(self, x: Tensor) -> Tensor:
         """Concatenate the patches of each output row."""
-        return self.graph.add(Outputs(x, self.n_joined))
+        return self.graph.add(ops.Outputs(x, self.n_joined))
 
     def vector_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
         """Return the LayerNorm of x with the tensors ``{name}.weight`` and ``{name}.bias``."""
         bias = self.weights.find(f"{name}.bias", x.width)
-        return self.graph.add(LayerNorm(x, self.weights.vector(name, x.width), bias, eps))
+        return self.graph.add(ops.LayerNorm(x, self.weights.vector(name, x.width), bias, eps))
 
-    def two_linears(self, x: Tensor, first: str, second: str, activation: str) -> Tensor:
-        """Return second(activation(first(x))), in the width of the text model."""
+    def two_linears(self, x: Tensor, first: str, second: str) -> Tensor:
+        """Return second(gelu_erf(first(x))), in the width of the text model."""
         at = self.at()
         n = self.weights.n_rows(f"{first}.weight")
-        y = at.add(Activation(at.linear(x, first, n), activation))
+        y = at.add(ops.Activation(at.linear(x, first, n), "gelu_erf"))
         return at.linear(y, second, self.width)
 
 
 class VisionModel(EncoderModel):
-    """An image encoder."""
-
     #: An output row is computed from merge * merge patches.
     merge: int = 1
     #: Side of a window in patches.
@@ -372,7 +359,6 @@ class VisionModel(EncoderModel):
         return normalised(frame, self.mean, self.std)
 
     def rows(self, frame: NDArray[np.uint8]) -> FrameRows:
-        """A prepared frame as the graph takes it."""
         size, merge, n = self.patch_size, self.merge, self.n_before
         rows, columns = frame.shape[0] // size, frame.shape[1] // size
         order, spans = block_order(rows, columns, merge), np.zeros((2, 0), np.int32)
@@ -396,13 +382,13 @@ class VisionModel(EncoderModel):
         """Return the patches' pixels times a matrix [n_embd, pixels], plus positions."""
         n = patch.shape[1]
         total = n + (self.n_embd if has_positions else 0)
-        x = self.graph.add(Input(Tensor(Rows.TOKENS, n), 0, total))
-        positions = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_embd), n, total)) if has_positions else None
-        return self.graph.add(Linear(x, Matrix(patch, self.weights.find(bias, self.n_embd)), residual=positions))
+        x = self.graph.add(ops.Input(Tensor(Rows.TOKENS, n), 0, total))
+        positions = self.graph.add(ops.Input(Tensor(Rows.TOKENS, self.n_embd), n, total)) if has_positions else None
+        return self.graph.add(ops.Linear(x, Matrix(patch, self.weights.find(bias, self.n_embd)), residual=positions))
 
-    def patch_matrix(self, name: str = "v.patch_embd.weight") -> Weight:
+    def patch_matrix(self) -> Weight:
         """Return the kernel of a convolution over patches as a matrix [n_embd, pixels]."""
-        weight = self.weights.require(name, self.n_embd, 3, self.patch_size, self.patch_size)
+        weight = self.weights.require("v.patch_embd.weight", self.n_embd, 3, self.patch_size, self.patch_size)
         return Reshaped(weight, (self.n_embd, 3 * self.patch_size**2))
 
     def rope(self, theta: float, *, interleaved: bool = False, axes: tuple[int, int] = (1, 2)) -> Rope:
@@ -431,23 +417,19 @@ MEANT: dict[str, tuple[Any, ...]] = {
     "resample": (3,),  # Pillow's BICUBIC
     "rope_type": ("default", "axial"),
     "rope_theta": (10_000.0,),
-} | dict.fromkeys(
-    # derived from tensors and other settings, or only for training and videos
-    (
-        *("architecture", "drop_path_rate", "default_output_length", "head_dim", "hidden_size", "image_seq_length"),
-        *("img_max_token_num", "in_chans", "initializer_factor", "intermediate_size", "layer_norm_eps"),
-        *("layer_scale_init_value", "logit_scale_init_value", "max_position_embeddings", "max_vit_seq_len"),
-        *("min_image_size", "mlp_ratio", "multi_modal_projector_bias", "multimodal_projector_bias", "norm_type"),
-        *("num_key_value_heads", "num_patches", "out_hidden_size", "output_dim", "pos_emb_time", "pos_emb_width"),
-        *("position_embedding_size", "projection_dim", "projector_input_dim", "projector_output_dim"),
-        *("qk_normalization", "rms_norm_eps", "spatial_merge_size", "spatial_patch_size", "standardize"),
-        *("temporal_patch_size", "text_hidden_size", "tokens_per_second", "use_absolute_position_embeddings"),
-        *("use_clipped_linears", "use_mask_token", "use_mean_pooling", "use_qk_norm", "vision_output_dim"),
-        *("vision_use_head", "window_kernel_size", "add_cross_attention", "is_decoder"),
-        # of processors
-        *("crop_size", "do_pad", "max_pixels", "merge_size", "min_pixels", "patch_size", "size"),
-    ),
-    (),
+} | implied(
+    # derived from tensors and other settings, only for training and videos, or of processors
+    """
+    add_cross_attention architecture default_output_length drop_path_rate head_dim hidden_size image_seq_length
+    img_max_token_num in_chans initializer_factor intermediate_size is_decoder layer_norm_eps layer_scale_init_value
+    logit_scale_init_value max_position_embeddings max_vit_seq_len min_image_size mlp_ratio multi_modal_projector_bias
+    multimodal_projector_bias norm_type num_key_value_heads num_patches out_hidden_size output_dim pos_emb_time
+    pos_emb_width position_embedding_size projection_dim projector_input_dim projector_output_dim qk_normalization
+    rms_norm_eps spatial_merge_size spatial_patch_size standardize temporal_patch_size text_hidden_size
+    tokens_per_second use_absolute_position_embeddings use_clipped_linears use_mask_token use_mean_pooling use_qk_norm
+    vision_output_dim vision_use_head window_kernel_size
+    crop_size do_pad max_pixels merge_size min_pixels patch_size size
+    """
 )
 
 

@@ -13,19 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
+from localllm.kernels import operations as ops
 from localllm.kernels.graph import HeadNorm, KVCache, Matrix, Rope, Rows, Tensor, Weight, WeightView
-from localllm.kernels.operations import (
-    Add,
-    Attention,
-    Clamp,
-    Gated,
-    Input,
-    Linear,
-    Outputs,
-    RMSNorm,
-    RopeAppend,
-    Scale,
-)
 from localllm.models.blocks import Layer, add, norm
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import resized
@@ -122,9 +111,9 @@ def clamped(at: Layer, x: Tensor, name: str, matrix: Matrix) -> Tensor:
             default if bound is None else float(floats(bound)[0])
             for bound, default in zip(bounds, (-math.inf, math.inf), strict=True)
         )
-        return x if math.isinf(low) and math.isinf(high) else at.add(Clamp(x, low, high))
+        return x if math.isinf(low) and math.isinf(high) else at.add(ops.Clamp(x, low, high))
 
-    return within(at.add(Linear(within(x, "input"), matrix)), "output")
+    return within(at.add(ops.Linear(within(x, "input"), matrix)), "output")
 
 
 def clamped_linear(at: Layer, x: Tensor, name: str, n_out: int) -> Tensor:
@@ -152,20 +141,20 @@ class Gemma4(VisionModel):
     def record(self) -> None:
         self.position_tables = self.tables()
         x = self.layers(self.embedded(self.patch_matrix(), has_positions=True), self.rope(100.0, axes=(2, 1)))
-        x = self.graph.add(Outputs(x, self.merge**2, is_mean=True))
+        x = self.graph.add(ops.Outputs(x, self.merge**2, is_mean=True))
         factor, weights = self.n_embd**0.5, self.weights
         if "v.std_scale" in weights:
             bias, scale = (weights.require(f"v.std_{key}", self.n_embd) for key in ("bias", "scale"))
             matrix = Matrix(Diagonal(scale, factor), ProductOf(bias, scale, -1.0))
-            x = self.graph.add(Linear(x, matrix))
+            x = self.graph.add(ops.Linear(x, matrix))
         else:
-            x = self.graph.add(Scale(x, factor))
+            x = self.graph.add(ops.Scale(x, factor))
         self.projected(x)
 
     def projected(self, x: Tensor) -> None:
         """Record the projection to the text model's width."""
-        x = self.graph.add(RMSNorm(x, None, self.eps))
-        self.graph.add(Linear(x, self.weights.matrix("mm.input_projection", self.n_embd, self.width)))
+        x = self.graph.add(ops.RMSNorm(x, None, self.eps))
+        self.graph.add(ops.Linear(x, self.weights.matrix("mm.input_projection", self.n_embd, self.width)))
 
     def tables(self) -> Pixels:
         """Return position embeddings by column and by row: [2, places, n_embd]."""
@@ -193,12 +182,12 @@ class Gemma4(VisionModel):
             HeadNorm(self.eps, turned(at.weights.vector(name, self.head_dim)))
             for name in ("attn_q_norm", "attn_k_norm")
         )
-        q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm, HeadNorm(self.eps)))
-        y = clamped_linear(at, at.add(Attention(q, cache, 1.0, causal=False)), "attn_out", self.n_embd)
+        q = at.add(ops.RopeAppend(q, k, v, cache, rope, q_norm, k_norm, HeadNorm(self.eps)))
+        y = clamped_linear(at, at.add(ops.Attention(q, cache, 1.0, causal=False)), "attn_out", self.n_embd)
         x = add(at, norm(at, "attn_post_norm", y), x)
         y = norm(at, "ln2", x)
         gate, up = (clamped_linear(at, y, name, self.n_ff) for name in ("ffn_gate", "ffn_up"))
-        y = clamped_linear(at, at.add(Gated(gate, up, self.activation)), "ffn_down", self.n_embd)
+        y = clamped_linear(at, at.add(ops.Gated(gate, up, self.activation)), "ffn_down", self.n_embd)
         return add(at, norm(at, "ffn_post_norm", y), x)
 
     def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
@@ -227,10 +216,10 @@ class Gemma4Unified(Gemma4):
     def record(self) -> None:
         self.position_tables = self.tables()
         graph, weights, d, n = self.graph, self.weights, self.n_embd, 3 * self.patch_size**2
-        x = graph.add(Input(Tensor(Rows.TOKENS, n), 0, n + d))
-        positions = graph.add(Input(Tensor(Rows.TOKENS, d), n, n + d))
+        x = graph.add(ops.Input(Tensor(Rows.TOKENS, n), 0, n + d))
+        positions = graph.add(ops.Input(Tensor(Rows.TOKENS, d), n, n + d))
         x = self.vector_norm(x, "v.patch_norm.1", 1e-5)
-        x = graph.add(Linear(x, weights.matrix("v.patch_embd", n, d, bias=True)))
-        x = graph.add(Add(self.vector_norm(x, "v.patch_norm.2", 1e-5), positions))
+        x = graph.add(ops.Linear(x, weights.matrix("v.patch_embd", n, d, bias=True)))
+        x = graph.add(ops.Add(self.vector_norm(x, "v.patch_norm.2", 1e-5), positions))
         x = self.vector_norm(x, "v.patch_norm.3", 1e-5)
-        self.projected(graph.add(Outputs(x)))
+        self.projected(graph.add(ops.Outputs(x)))

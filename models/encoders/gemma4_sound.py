@@ -14,26 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
+from localllm.kernels import operations as ops
 from localllm.kernels.graph import KVCache, Rope, Rows, Tensor, Weight
-from localllm.kernels.operations import (
-    Activation,
-    Add,
-    Attention,
-    CausalConv,
-    Columns,
-    Gated,
-    HeadLinear,
-    Input,
-    Linear,
-    RMSNorm,
-    RopeAppend,
-)
 from localllm.models.blocks import Layer, add, norm
 from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, require_same
 from localllm.models.encoders.gemma4 import BOUNDS, clamped_linear
 from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved
 from localllm.models.encoders.whisper import SoundModel
-from localllm.models.hf_convert import SILU, Array
+from localllm.models.hf_convert import SILU, Array, implied
 from localllm.models.weights import FloatView, floats
 
 HF_NAMES = {
@@ -76,18 +64,9 @@ HF_MEANT: dict[str, tuple[Any, ...]] = {
     "mel_floor": (1e-3,),
     "per_bin_mean": (None,),
     "per_bin_stddev": (None,),
-} | dict.fromkeys(
-    [
-        "attention_invalid_logits_value",
-        "gradient_clipping",
-        "output_proj_dims",
-        "preemphasis_htk_flavor",
-        "subsampling_conv_channels",
-        "audio_embed_dim",
-        "audio_samples_per_token",
-        "feature_size",
-    ],
-    (),
+} | implied(
+    "attention_invalid_logits_value gradient_clipping output_proj_dims preemphasis_htk_flavor "
+    "subsampling_conv_channels audio_embed_dim audio_samples_per_token feature_size"
 )
 
 
@@ -200,51 +179,43 @@ class Gemma4Sound(SoundModel):
     def record(self) -> None:
         n_ones = self.n_heads * (self.head_dim + 32)
         x, self.ones = (
-            self.graph.add(Input(Tensor(Rows.TOKENS, width), first, self.n_values + n_ones))
+            self.graph.add(ops.Input(Tensor(Rows.TOKENS, width), first, self.n_values + n_ones))
             for first, width in ((0, self.n_values), (self.n_values, n_ones))
         )
-        self.turned = Rope(WithDistances.angles.astype(np.float32), False, first=self.head_dim)
+        rope = Rope(WithDistances.angles.astype(np.float32), False, first=self.head_dim)
         at = self.at()
-        x = at.linear(x, "a.input_projection", self.n_embd)
-        cache: KVCache | None = None
-        for i in range(self.n_layers):
-            self.graph.layer = i
-            at = self.at(self.weights.layer(i, self.stem))
-            if cache is None:  # all layers share a cache, because only the current layer reads it
-                cache = self.graph.kv_cache(self.n_heads, self.head_dim + 32, self.head_dim)
-            x = self.conformed(at, x, cache)
-        self.graph.layer = "output"
-        at = self.at()
+        x = self.layers(at.linear(x, "a.input_projection", self.n_embd), rope)
         x = at.linear(self.joined(x), "a.pre_encode.out", self.weights.n_rows("a.pre_encode.out.weight"))
-        x = at.add(RMSNorm(x, None, self.eps))
+        x = at.add(ops.RMSNorm(x, None, self.eps))
         at.linear(x, "mm.a.input_projection", self.width)
 
-    def conformed(self, at: Layer, x: Tensor, cache: KVCache) -> Tensor:
+    def cache(self) -> KVCache:
+        return self.graph.kv_cache(self.n_heads, self.head_dim + 32, self.head_dim)
+
+    def layer(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
         """Record one layer: half an MLP, attention, a convolution, and half an MLP."""
         x = self.half_mlp(at, x, "")
         y, w, dim = norm(at, "attn_pre_norm", x), at.weights, self.head_dim
         q, k, v = (clamped_linear(at, y, name, self.n_embd) for name in ("attn_q", "attn_k", "attn_v"))
         relative, scale = w.require("attn_k_rel.weight", self.n_embd, self.n_embd), w.vector("per_dim_scale", dim)
-        q = at.add(HeadLinear(q, WithDistances(relative, scale, self.n_heads)))
-        k = at.add(Add(at.add(HeadLinear(k, WithRoom(relative, self.n_heads, dim))), self.ones))
-        q = at.add(RopeAppend(q, k, v, cache, self.turned))
-        y = clamped_linear(at, at.add(Attention(q, cache, 1.0, _WINDOW, 50.0)), "attn_out", self.n_embd)
+        q = at.add(ops.HeadLinear(q, WithDistances(relative, scale, self.n_heads)))
+        k = at.add(ops.Add(at.add(ops.HeadLinear(k, WithRoom(relative, self.n_heads, dim))), self.ones))
+        q = at.add(ops.RopeAppend(q, k, v, cache, rope))
+        y = clamped_linear(at, at.add(ops.Attention(q, cache, 1.0, _WINDOW, 50.0)), "attn_out", self.n_embd)
         x = add(at, norm(at, "attn_post_norm", y), x)
         y = clamped_linear(at, norm(at, "conv_norm", x), "conv_pw1", 2 * self.n_embd)
-        up, gate = self._halves(at, y)
+        up, gate = (at.add(ops.Columns(y, columns)) for columns in (range(self.n_embd), range(self.n_embd, y.width)))
         kernel = w.require("conv_dw.weight", self.n_embd, 5)
-        y = at.add(CausalConv(at.add(Gated(gate, up, "sigmoid")), kernel, at.graph.state("conv", 4, self.n_embd)))
-        y = at.add(Activation(norm(at, "norm_conv", y), "silu"))
+        y = at.add(
+            ops.CausalConv(at.add(ops.Gated(gate, up, "sigmoid")), kernel, at.graph.state("conv", 4, self.n_embd))
+        )
+        y = at.add(ops.Activation(norm(at, "norm_conv", y), "silu"))
         x = add(at, clamped_linear(at, y, "conv_pw2", self.n_embd), x)
         return norm(at, "ln2", self.half_mlp(at, x, "_1"))
 
-    def _halves(self, at: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
-        n = x.width // 2
-        return at.add(Columns(x, range(n))), at.add(Columns(x, range(n, 2 * n)))
-
     def half_mlp(self, at: Layer, x: Tensor, which: str) -> Tensor:
         y = clamped_linear(at, norm(at, f"ffn_norm{which}", x), f"ffn_up{which}", self.n_ff)
-        y = clamped_linear(at, at.add(Activation(y, "silu")), f"ffn_down{which}", self.n_embd)
+        y = clamped_linear(at, at.add(ops.Activation(y, "silu")), f"ffn_down{which}", self.n_embd)
         return add(at, norm(at, f"ffn_post_norm{which}", y), x, 0.5)
 
     def rows_in_pieces(self, frame: NDArray[Any]) -> Generator[None, None, FrameRows]:
@@ -306,9 +277,9 @@ class Gemma4UnifiedSound(SoundModel):
         self.n_samples = shape[-1]
 
     def record(self) -> None:
-        x = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_samples), 0, self.n_samples))
-        x = self.graph.add(RMSNorm(self.joined(x), None, self.eps))
-        self.graph.add(Linear(x, self.weights.matrix("mm.a.input_projection", self.n_samples, self.width)))
+        x = self.graph.add(ops.Input(Tensor(Rows.TOKENS, self.n_samples), 0, self.n_samples))
+        x = self.graph.add(ops.RMSNorm(self.joined(x), None, self.eps))
+        self.graph.add(ops.Linear(x, self.weights.matrix("mm.a.input_projection", self.n_samples, self.width)))
 
     def rows(self, frame: NDArray[Any]) -> FrameRows:
         places = np.arange(len(frame), dtype=np.int32)

@@ -17,10 +17,9 @@ from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared
 from localllm.models.encoders.images import interpolated
 from localllm.models.encoders.qwen import QwenVision, pixel_limits
 from localllm.models.encoders.views import ColumnsByPart
-from localllm.models.hf_convert import GELU, Array
+from localllm.models.hf_convert import GELU, Array, implied
 from localllm.models.weights import Reshaped, floats
 
-#: Names in checkpoints and names in transformers, separated by a space.
 HF_NAMES = {
     "embeddings.patch_embedding": "v.patch_embd",
     "embeddings.position_embedding": "v.position_embd",
@@ -39,18 +38,9 @@ for merger in ("perceive", "patch_merger"):
         f"{merger}.image_end": "mm.image_end",
         f"{merger}.image_sep": "v.view_seperator",  # llama.cpp's spelling
     }
-HF_MEANT = {"hidden_act": GELU, "interpolate_mode": ("bilinear",)} | dict.fromkeys(
-    [
-        "add_patchemb_bias",
-        "anyres_vit_max_image_size",
-        "anyres_vit_two_views",
-        "cat_extra_token",
-        "img_max_size",
-        "im_start_id",
-        "im_end_id",
-        "im_newline_id",
-    ],
-    (),
+HF_MEANT = {"hidden_act": GELU, "interpolate_mode": ("bilinear",)} | implied(
+    "add_patchemb_bias anyres_vit_max_image_size anyres_vit_two_views cat_extra_token img_max_size im_start_id "
+    "im_end_id im_newline_id"
 )
 
 
@@ -72,10 +62,8 @@ def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[
 
 
 class HunyuanVL(QwenVision):
-    marker, around = (
-        "<｜hy_place▁holder▁no▁102｜>",
-        ("<｜hy_place▁holder▁no▁100｜>", "<｜hy_place▁holder▁no▁101｜>"),
-    )
+    marker = "<｜hy_place▁holder▁no▁102｜>"
+    around = "<｜hy_place▁holder▁no▁100｜>", "<｜hy_place▁holder▁no▁101｜>"
     is_numbered = exact_gelu = True
     limits = 512 * 512, 2048 * 2048
 

@@ -81,7 +81,7 @@ class InternVL(VisionModel):
         if "v.post_ln.weight" in weights:
             x = self.vector_norm(x, "v.post_ln", self.eps)
         x = self.vector_norm(self.joined(x), "mm.model.mlp.0", 1e-5)
-        self.two_linears(x, "mm.model.mlp.1", "mm.model.mlp.3", "gelu_erf")
+        self.two_linears(x, "mm.model.mlp.1", "mm.model.mlp.3")
 
     def positions(self, rows: int, columns: int) -> Pixels:
         return self.position_table

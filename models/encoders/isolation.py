@@ -50,10 +50,7 @@ class _Crash(Exception):
 
 
 def decode(
-    decoder: Callable[..., Decoded],
-    source: str | os.PathLike[str] | bytes | bytearray,
-    label: str,
-    *arguments: Any,
+    decoder: Callable[..., Decoded], source: str | os.PathLike[str] | bytes | bytearray, label: str, *arguments: Any
 ) -> Decoded:
     """Call ``decoder(source, label, *arguments)`` in a worker process.
 
@@ -218,7 +215,6 @@ class _Pool:
         return answers[0]
 
     def close(self) -> None:
-        """End all workers."""
         with self._lock:
             workers, self._workers, self._idle = self._workers, set(), []
         for worker in workers:

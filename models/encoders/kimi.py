@@ -10,7 +10,7 @@ import numpy as np
 
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import bicubic, resized
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import Array, implied
 
 HF_NAMES = {
     "patch_embed.proj": "v.patch_embd",
@@ -40,10 +40,7 @@ HF_MEANT = {
     "pos_emb_type": ("divided_fixed",),
     "projection_layer_norm_eps": (_EPS,),
     "projector_ln_eps": (_EPS,),
-} | dict.fromkeys(
-    ("mm_hidden_size", "projection_hidden_size", "use_unified_vision_chunk", "video_attn_type"),
-    (),
-)
+} | implied("mm_hidden_size projection_hidden_size use_unified_vision_chunk video_attn_type")
 
 
 def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
@@ -86,7 +83,7 @@ class Kimi(VisionModel):
         x = self.embedded(self.patch_matrix(), has_positions=True)
         x = self.layers(x, self.rope(1e4, interleaved=True, axes=(2, 1)))
         x = self.vector_norm(self.vector_norm(x, "v.post_ln", self.eps), "mm.input_norm", self.eps)
-        self.two_linears(self.joined(x), "mm.1", "mm.2", "gelu_erf")
+        self.two_linears(self.joined(x), "mm.1", "mm.2")
 
     def positions(self, rows: int, columns: int) -> Pixels:
         return bicubic(self.position_table, rows, columns)

@@ -125,7 +125,7 @@ class MiniCPMV(VisionModel):
 
     def _tokens(self, x: Tensor) -> None:
         x = self.graph.add(Outputs(self.vector_norm(x, "v.post_ln", self.eps), 4))
-        self.two_linears(self.vector_norm(x, "mm.input_norm", 1e-6), "mm.up", "mm.down", "gelu_erf")
+        self.two_linears(self.vector_norm(x, "mm.input_norm", 1e-6), "mm.up", "mm.down")
 
     @property
     def n_joined(self) -> int:

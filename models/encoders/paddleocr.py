@@ -11,11 +11,7 @@ from localllm.models.encoders.qwen import QwenVision, pixel_limits
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.hf_convert import Array
 
-HF_NAMES = ENCODER_NAMES | {
-    "mlp_AR.pre_norm": "mm.input_norm",
-    "mlp_AR.linear_1": "mm.1",
-    "mlp_AR.linear_2": "mm.2",
-}
+HF_NAMES = ENCODER_NAMES | {"mlp_AR.pre_norm": "mm.input_norm", "mlp_AR.linear_1": "mm.1", "mlp_AR.linear_2": "mm.2"}
 
 
 def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
@@ -42,7 +38,7 @@ class PaddleOCR(QwenVision):
         self.position_table = self.table("v.position_embd.weight", n, self.n_embd)
         x = self.layers(self.embedded(self.patch_matrix(), has_positions=True), self.rope(1e4))
         x = self.vector_norm(self.vector_norm(x, "v.post_ln", self.eps), "mm.input_norm", 1e-5)
-        self.two_linears(self.joined(x), "mm.1", "mm.2", "gelu_erf")
+        self.two_linears(self.joined(x), "mm.1", "mm.2")
 
     def positions(self, rows: int, columns: int) -> Pixels:
         return interpolated(self.position_table, rows, columns, has_antialiasing=False)

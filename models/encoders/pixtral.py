@@ -77,7 +77,7 @@ class Pixtral(VisionModel):
         if self.merge > 1:
             merger = self.weights.matrix("mm.patch_merger", x.width, self.n_embd)
             x = self.graph.add(Linear(x, Matrix(ColumnsByPart(merger.weight, self.merge**2))))
-        self.two_linears(x, "mm.1", "mm.2", "gelu_erf")
+        self.two_linears(x, "mm.1", "mm.2")
 
     def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         size, edge = self.patch_size * self.merge, self.image_size

@@ -77,18 +77,15 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     } | pixel_limits(c)
     if c.values["model_type"].startswith("glm"):
         # The processor counts the pixels of an image twice, like two frames of a video.
-        return (
-            keys
-            | pixel_limits(c, n_frames=2)
-            | {
-                "projector_type": "glm4v",
-                "use_gelu": None,
-                "use_silu": True,
-                "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-5),
-                "vision.is_deepstack_layers": None,
-                "vision.image_size": vision["image_size"],
-            }
-        )
+        keys |= pixel_limits(c, n_frames=2)
+        return keys | {
+            "projector_type": "glm4v",
+            "use_gelu": None,
+            "use_silu": True,
+            "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-5),
+            "vision.is_deepstack_layers": None,
+            "vision.image_size": vision["image_size"],
+        }
     if c.values["model_type"] == "qwen2_5_vl":
         return keys | _keys_of_windows(c)
     if is_2:
@@ -112,10 +109,7 @@ def pixel_limits(c: EncoderCheckpoint, n_frames: int = 1) -> dict[str, Any]:
         raise ModelError(
             f"the processor limits images to {low} to {high} pixels: localllm needs a factor of 2 or more"
         )
-    return {
-        "vision.image_min_pixels": low and low // n_frames,
-        "vision.image_max_pixels": high and high // n_frames,
-    }
+    return {"vision.image_min_pixels": low and low // n_frames, "vision.image_max_pixels": high and high // n_frames}
 
 
 def _keys_of_windows(c: EncoderCheckpoint) -> dict[str, Any]:
@@ -197,7 +191,7 @@ class Qwen2VL(QwenVision):
     def record(self) -> None:
         x = self.layers(self.embedded(self.patch(), has_positions=False), self.rope(1e4))
         x = self.joined(self.merger_norm(x))
-        self.two_linears(x, "mm.0", "mm.2", "gelu_erf")
+        self.two_linears(x, "mm.0", "mm.2")
 
     def merger_norm(self, x: Tensor) -> Tensor:
         return self.vector_norm(x, "v.post_ln", self.eps)
@@ -229,13 +223,13 @@ class Qwen3VL(QwenVision):
         self.position_table = self.table("v.position_embd.weight", self.n_positions, self.n_embd)
         x = self.layers(self.embedded(self.patch(), has_positions=True), self.rope(1e4))
         x = self.joined(self.vector_norm(x, "v.post_ln", self.eps))
-        self.two_linears(x, "mm.0", "mm.2", "gelu_erf")
+        self.two_linears(x, "mm.0", "mm.2")
 
     def behind_layer(self, number: int, x: Tensor) -> None:
         if number in self.tapped:
             stem = f"v.deepstack.{number}"
             y = self.vector_norm(self.graph.add(Outputs(x, self.merge**2)), f"{stem}.norm", self.eps)
-            self.further.append(self.two_linears(y, f"{stem}.fc1", f"{stem}.fc2", "gelu_erf"))
+            self.further.append(self.two_linears(y, f"{stem}.fc1", f"{stem}.fc2"))
 
     def positions(self, rows: int, columns: int) -> Pixels:
         return bilinear(self.position_table, rows, columns)

@@ -95,7 +95,7 @@ class Qwen3Sound(SoundModel):
         )
         x = self.graph.add(Linear(x, self.weights.matrix("a.conv_out", n, self.n_embd), residual=positions))
         x = self.vector_norm(self.layers(x), "a.post_ln", self.eps)
-        self.two_linears(self.joined(x), "mm.a.mlp.1", "mm.a.mlp.2", "gelu_erf")
+        self.two_linears(self.joined(x), "mm.a.mlp.1", "mm.a.mlp.2")
 
     def rows_in_pieces(self, frame: NDArray[Any]) -> Generator[None, None, FrameRows]:
         """Return the rows of some seconds of a spectrogram [frames, n_mels]."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.models.config import ModelMetadata
-from localllm.models.encoders.encoder import MEANT, EncoderCheckpoint, EncoderModel
-from localllm.models.hf_convert import Array
+from localllm.models.encoders.encoder import MEANT, EncoderModel
+from localllm.models.registry import Conversion
 from localllm.models.weights import ModelFile, Weights
 
 
@@ -37,27 +37,9 @@ class Projector:
         return model_class
 
     @property
-    def names(self) -> Mapping[str, str]:
-        """GGUF's names of tensors by the ends of Hugging Face's names, in addition to `tensor_names.layer_names`."""
-        names: Mapping[str, str] = self._module.HF_NAMES
-        return names
-
-    @property
-    def keys(self) -> Callable[[EncoderCheckpoint], dict[str, Any]]:
-        """Function that returns the family's additional keys, without ``clip.``."""
-        keys: Callable[[EncoderCheckpoint], dict[str, Any]] = self._module.hf_keys
-        return keys
-
-    @property
-    def meant(self) -> Mapping[str, tuple[Any, ...]]:
-        """Settings without a key in files, and the values that a file implies, by ``model_type``."""
-        meant: Mapping[str, tuple[Any, ...]] = MEANT | getattr(self._module, "HF_MEANT", {})
-        return meant
-
-    @property
-    def tensor(self) -> Callable[[str, Array, EncoderCheckpoint], Array | Mapping[str, Array]]:
-        """Function that converts a tensor of the checkpoint to an array or to several arrays by GGUF's names."""
-        return getattr(self._module, "hf_tensor", lambda name, array, c: array)
+    def conversion(self) -> Conversion:
+        """Conversion to an mmproj file. Its functions take an `EncoderCheckpoint`. Its names are ends of names."""
+        return Conversion.of(self._module, MEANT)
 
 
 PROJECTORS: dict[str, Projector] = {
@@ -110,13 +92,10 @@ PROJECTORS: dict[str, Projector] = {
 }
 
 #: Keys that do not change the output.
-_HARMLESS: tuple[str, ...] = (
-    "has_vision_encoder",
-    "has_audio_encoder",
-    "projector_type",
+_HARMLESS = (
+    "has_vision_encoder", "has_audio_encoder", "projector_type", "vision.projector_type", "audio.projector_type",
     "vision.feed_forward_length",
-)
-_HARMLESS += ("vision.projector_type", "audio.projector_type")
+)  # fmt: skip
 
 
 def projectors_of(metadata: Mapping[str, Any]) -> dict[str, str]:

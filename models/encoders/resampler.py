@@ -23,7 +23,7 @@ from localllm.models.encoders.encoder import (
 )
 from localllm.models.encoders.minicpm import MAX_SLICES, MiniCPMV
 from localllm.models.encoders.siglip import ENCODER_NAMES
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import Array, implied
 from localllm.models.weights import floats
 
 HF_NAMES = ENCODER_NAMES | {
@@ -46,21 +46,9 @@ _VERSIONS = {
 #: Width of the resampler's heads.
 _HEAD_DIM = 128
 
-HF_MEANT: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    [
-        "batch_3d_resampler",
-        "batch_vision_input",
-        "image_size",
-        "init_audio",
-        "init_tts",
-        "init_vision",
-        "resampler_attn_implementation",
-        "slice_config",
-        "slice_mode",
-        "use_image_id",
-        "vision_batch_size",
-    ],
-    (),
+HF_MEANT = implied(
+    "batch_3d_resampler batch_vision_input image_size init_audio init_tts init_vision resampler_attn_implementation "
+    "slice_config slice_mode use_image_id vision_batch_size"
 )
 
 

@@ -15,7 +15,7 @@ from localllm.kernels.operations import Linear, Outputs, RMSNorm
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require, require_same
 from localllm.models.encoders.images import interpolated, nearest_grid, resized, tiles
 from localllm.models.encoders.views import Transposed
-from localllm.models.hf_convert import Array, floats
+from localllm.models.hf_convert import Array, floats, implied
 
 #: Names of the encoder's tensors before and after its layers.
 ENCODER_NAMES = {
@@ -38,26 +38,10 @@ HF_MEANT = {
     "use_thumbnail": (True,),
     "max_pixels_tolerance": (2.0,),
     "vision_feature_layer": (-1,),
-} | dict.fromkeys(
-    [
-        "encoder_patch_size",
-        "max_image_size",
-        "max_image_tokens",
-        "max_tiles",
-        "min_image_tokens",
-        "min_tiles",
-        "tile_size",
-        "use_base_siglip",
-        "use_image_special_tokens",
-        "pan_and_scan_max_num_crops",
-        "pan_and_scan_min_crop_size",
-        "pan_and_scan_min_ratio_to_activate",
-        "max_num_patches",
-        "projector_bias",
-        "projector_hidden_size",
-        "projector_use_layernorm",
-    ],
-    (),
+} | implied(
+    "encoder_patch_size max_image_size max_image_tokens max_num_patches max_tiles min_image_tokens min_tiles "
+    "pan_and_scan_max_num_crops pan_and_scan_min_crop_size pan_and_scan_min_ratio_to_activate projector_bias "
+    "projector_hidden_size projector_use_layernorm tile_size use_base_siglip use_image_special_tokens"
 )
 
 
@@ -86,6 +70,7 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
 def _lfm2_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     """Return the processor's settings that differ from all published models."""
     factor, least = c.values.get("downsample_factor", 2), c.processor.get("min_tiles", 2)
+    most = c.processor.get("max_tiles", 10) if c.processor.get("do_image_splitting", True) else 1
     require_same(c, encoder_patch_size=c.vision["patch_size"], downsample_factor=factor)
     area = (c.vision["patch_size"] * factor) ** 2
     given = {
@@ -93,10 +78,7 @@ def _lfm2_keys(c: EncoderCheckpoint) -> dict[str, Any]:
         "image_max_pixels": (c.processor.get("max_image_tokens", 256) * area, 256 * area),
         "preproc_image_size": (c.processor.get("tile_size", 512), 512),
         "preproc_min_tiles": (least, 2),
-        "preproc_max_tiles": (
-            c.processor.get("max_tiles", 10) if c.processor.get("do_image_splitting", True) else 1,
-            10,
-        ),
+        "preproc_max_tiles": (most, 10),
     }
     keys = {f"vision.{key}": value for key, (value, default) in given.items() if value != default}
     return keys | {"vision.projector.scale_factor": factor, "vision.image_size": 256}
@@ -112,8 +94,6 @@ def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[
 
 
 class Siglip(VisionModel):
-    """The encoder."""
-
     #: Whether the grids of images or tiles can differ from the grid of the position table.
     any_size = False
 
@@ -165,10 +145,6 @@ class Idefics3(Siglip):
     def record(self) -> None:
         x = self.joined(self.encoded())
         self.graph.add(Linear(x, self.weights.matrix("mm.model.fc", x.width, self.width)))
-
-    def positions(self, rows: int, columns: int) -> Pixels:
-        """Return the table itself, because tiles are squares of its size."""
-        return self.position_table
 
     def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         tile, n = self.image_size, (self.image_size // self.patch_size // self.merge) ** 2
@@ -240,7 +216,7 @@ class Lfm2(Siglip):
         x = self.joined(self.encoded())
         if "mm.input_norm.weight" in self.weights:
             x = self.vector_norm(x, "mm.input_norm", 1e-5)
-        self.two_linears(x, "mm.1", "mm.2", "gelu_erf")
+        self.two_linears(x, "mm.1", "mm.2")
 
     def positions(self, rows: int, columns: int) -> Pixels:
         return interpolated(self.position_table, rows, columns)

@@ -14,7 +14,7 @@ from localllm.kernels.operations import Activation, Add, Gated, HeadGate, Input,
 from localllm.models.encoders.encoder import EncoderCheckpoint, EncoderModel, FrameRows, Prepared, require_same
 from localllm.models.encoders.sounds import HOP, RATE, Samples, log_mel, open_audio
 from localllm.models.encoders.views import ColumnsByPart, WithBias
-from localllm.models.hf_convert import GELU, Array
+from localllm.models.hf_convert import GELU, Array, implied
 from localllm.models.weights import Reshaped
 
 HF_NAMES = {
@@ -37,32 +37,12 @@ HF_MEANT: dict[str, tuple[Any, ...]] = {
     "hop_length": (HOP,),
     "n_fft": (400,),
     "dither": (0.0,),
-    "max_source_positions": (),
-    "feature_size": (),
-} | dict.fromkeys(
+} | implied(
     # the last ones are Ultravox's
-    [
-        "apply_spec_augment",
-        "classifier_proj_size",
-        "median_filter_width",
-        "max_target_positions",
-        "use_weighted_layer_sum",
-        "decoder_attention_heads",
-        "decoder_ffn_dim",
-        "decoder_layers",
-        "mask_feature_length",
-        "mask_feature_min_masks",
-        "mask_feature_prob",
-        "mask_time_length",
-        "mask_time_min_masks",
-        "mask_time_prob",
-        "audio_model_id",
-        "audio_model_lora_config",
-        "norm_init",
-        "text_model_id",
-        "text_model_lora_config",
-    ],
-    (),
+    "max_source_positions feature_size apply_spec_augment classifier_proj_size median_filter_width "
+    "max_target_positions use_weighted_layer_sum decoder_attention_heads decoder_ffn_dim decoder_layers "
+    "mask_feature_length mask_feature_min_masks mask_feature_prob mask_time_length mask_time_min_masks "
+    "mask_time_prob audio_model_id audio_model_lora_config norm_init text_model_id text_model_lora_config"
 )
 
 
@@ -85,8 +65,6 @@ def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[
 
 
 class SoundModel(EncoderModel):
-    """An audio encoder."""
-
     kind = "audio"
     section = "audio"
     stem = "a."
@@ -177,7 +155,7 @@ class Voxtral(Whisper):
     marker = "[AUDIO]"
 
     def record(self) -> None:
-        self.two_linears(self.joined(self.encoded()), "mm.a.mlp.1", "mm.a.mlp.2", "gelu_erf")
+        self.two_linears(self.joined(self.encoded()), "mm.a.mlp.1", "mm.a.mlp.2")
 
     def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
         size = self.most_frames

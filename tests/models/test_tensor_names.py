@@ -67,7 +67,7 @@ def test_names(architecture: str, name: str, expected: str | None) -> None:
 )
 def test_names_in_encoders(projector: str, name: str, expected: str | None) -> None:
     family = PROJECTORS[projector]
-    assert encoder_name(layer_names(family.kind) | family.names, name) == expected
+    assert encoder_name({**layer_names(family.kind), **family.conversion.names}, name) == expected
 
 
 def test_tables_of_similar_architectures_exist() -> None:

@@ -99,8 +99,6 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """One message."""
-
     id: Id  # unique among all messages of all conversations
     parent: Id | None  # id of the previous message; None for a first message
     role: Role

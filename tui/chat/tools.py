@@ -253,8 +253,6 @@ _RUN = ChatTool(
 
 
 class _Text(HTMLParser):
-    """Extracts the text of an HTML page."""
-
     def __init__(self) -> None:
         super().__init__()
         self.parts: list[str] = []

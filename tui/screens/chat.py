@@ -604,7 +604,6 @@ class ChatScreen(Screen[None]):
             self.action_step_message(view.message.id, by)
 
     def action_step_message(self, id_: str, by: int) -> None:
-        """Switch branches after a click."""
         self.app.ask(self.step(id_, by), group="step")
 
     async def step(self, id_: str, by: int) -> None:

@@ -268,8 +268,6 @@ def confirm(title: str, text: str, yes: str) -> Choose:
 
 
 class TextDialog(Dialog[str]):
-    """A dialog for one line of text."""
-
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "OK", priority=True)]
 
     def __init__(self, title: str, text: str = "", value: str = "", placeholder: str = "") -> None:

@@ -50,8 +50,6 @@ _WIDE = 104
 
 
 class HelpScreen(Dialog[None]):
-    """The help screen: all keys and commands."""
-
     def __init__(self) -> None:
         super().__init__("Help")
         self.add_class("large").add_class("wide")

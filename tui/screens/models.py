@@ -100,8 +100,6 @@ class Cancelled(Exception):
 
 
 class Loading:
-    """The progress of loading one model."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         # activity, and its share of completion or None; read by any thread

@@ -52,7 +52,6 @@ class StreamedTurn(Turn):
         self._start = start
 
     def run(self) -> None:
-        """Generate the reply, on the calling thread."""
         try:
             self._start(self)
         except BaseException as error:  # the screen reports it

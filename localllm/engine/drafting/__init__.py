@@ -44,8 +44,6 @@ class Drafter(Protocol):
                 were right. The list grows in place: do not store or change it.
             most: at least 1.
         """
-        ...
 
     def close(self) -> None:
         """Free resources. Called once, at the end."""
-        ...

@@ -19,8 +19,6 @@ from localllm.engine.runner import BatchItem, ModelRunner
 
 
 class AssistantModel(MTPModel):
-    """The assistant of a target model."""
-
     def __init__(self, runner: ModelRunner, expected_cost: float, of_model: Norm) -> None:
         super().__init__(runner, expected_cost, of_model, kind="draft")
 
@@ -29,8 +27,6 @@ class AssistantModel(MTPModel):
 
 
 class AssistantDrafter(MTPDrafter):
-    """Drafts for one text."""
-
     #: The text's sequence in the target model's cache, and the hidden state [1, d] of its last token.
     _text: CachedSequence | None = None
     _hidden: NDArray[np.float32] | None = None

@@ -41,8 +41,6 @@ class BlockModel(MTPModel):
 
 
 class BlockDrafter(AssistantDrafter):
-    """Drafts for one text."""
-
     _model: BlockModel
 
     def _draft(self, tokens: Sequence[int], n: int) -> list[int]:

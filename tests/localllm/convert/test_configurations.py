@@ -143,6 +143,23 @@ def test_layers_without_a_window_have_a_rotation_of_their_own() -> None:
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 4, 256)
 
 
+@pytest.mark.parametrize("n", [0, -1, None, "3"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("afmoe", "global_attn_every_n_layers"),
+        ("cohere2_moe", "sliding_window_pattern"),
+        ("gemma3_text", "sliding_window_pattern"),
+        ("modernbert", "global_attn_every_n_layers"),
+        ("qwen3_next", "full_attention_interval"),
+    ],
+)
+def test_the_length_of_a_pattern_of_layers_is_positive(kind: str, name: str, n: object) -> None:
+    config = Config({"model_type": kind, "num_hidden_layers": 3, name: n})
+    with pytest.raises(ModelError, match=rf"{name} = {n!r}, a number of layers: set it to 1 or more"):
+        config.layer_types  # noqa: B018 - worked out when read
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
