@@ -97,7 +97,7 @@ class RequestOutput(Protocol):
         """
 
     def token(self, choice: Choice) -> bool:
-        """Receive the next token. Return True if the text is complete."""
+        """Receive the next token. Return True if the text is complete (the finish reason "stop")."""
 
     def logits(self, position: int, rows: NDArray[np.float32]) -> None:
         """Receive logits [n, n_vocab] for the tokens at ``position`` and after. The array is reused: copy it."""
