@@ -33,6 +33,7 @@ from localllm.files import expanded
 from localllm.generation.completion import Completion, Stream
 from localllm.generation.embedding import unit_length
 from localllm.generation.scoring import Score, last_logits, scores
+from localllm.inspection.names import ValueNames
 from localllm.kernels import process
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
@@ -228,6 +229,11 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    @property
+    def graph(self) -> ValueNames:
+        """Names and shapes of the values inside the model."""
+        return ValueNames(self._opened().graph)
 
     @property
     def is_late(self) -> bool:

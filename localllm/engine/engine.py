@@ -110,6 +110,7 @@ class Engine:
         self.n_vocab = runner.n_vocab
         self.max_tokens = runner.max_tokens  # most tokens per step
         self.width = runner.width  # values per output row: logits, or dimensions of an embedding
+        self.graph = runner.graph  # with the names of its values
         self.drafts_by = None if draft_model is None else draft_model.kind  # "draft", "mtp" or None
         self._max_waiting = max_waiting
         self._process = Process()

@@ -83,11 +83,13 @@ class ModelRunner:
         has_axes: bool = False,
         has_spans: bool = False,
         hidden: Value | None = None,
+        graph: Graph | None = None,
     ) -> None:
         """
         Args:
             step: compiled for ``min(max_tokens, context)`` tokens and their `max_outputs`.
             width: values per output row; default: ``n_vocab``.
+            graph: graph of ``step``.
         """
         self.context = context  # context length
         self.n_vocab = n_vocab
@@ -101,6 +103,7 @@ class ModelRunner:
         self.max_top_k = step.max_top_k
         self.cache = PagedCache(step.cache)
         self.hidden = hidden  # hidden states that drafters read after a step
+        self.graph = Graph() if graph is None else graph
         self._step = step
         self._n_launched = 0
         self._launch: _Launch | None = None
