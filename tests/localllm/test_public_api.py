@@ -42,6 +42,7 @@ PUBLIC = [
     "Sampling",
     "Score",
     "SettingsError",
+    "Steering",
     "StoreError",
     "Stream",
     "TemplateError",
