@@ -365,7 +365,7 @@ class Operation(Generic[R]):
         return tuple(value for value in self._values() if isinstance(value, Tensor | Routing))
 
     def with_inputs(self, changes: Mapping[Value, Value]) -> Self:
-        """Return the operation with the inputs in ``changes`` replaced; the same object if it reads none of them."""
+        """Return the operation with the inputs in ``changes`` replaced; the same object without such inputs."""
 
         def replaced(value: Any) -> Any:
             if isinstance(value, tuple):

@@ -1208,8 +1208,6 @@ class LLM:
             truncated = checked.overflow == "truncate"
             remedies = (Argument("overflow", "truncate"),) if truncatable and not truncated else ()
             raise ContextLengthError(len(ids), engine.context, *remedies, truncated=truncated)
-        probe = self._probe(checked, len(ids))
-        speculate = _drafting(checked, engine.drafts_by)
         text_of = text_ids(ids) if media.placed else ids
         sampler = make_sampler(
             sampling,
@@ -1228,12 +1226,12 @@ class LLM:
             priority=checked.priority,
             timeout_s=checked.timeout,
             client=checked.client,
-            speculate=speculate,
+            speculate=_drafting(checked, engine.drafts_by),
             draft_max=checked.draft_max,
             draft_always=checked.draft_always,
             adapters=self._adapter_scales(checked.adapters),
             media=media,
-            probe=probe,
+            probe=self._probe(checked, len(ids)),
         )
         return Stream(
             engine,

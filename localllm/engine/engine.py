@@ -591,7 +591,7 @@ class EngineLoop:
 
 
 def _by_program(batch: list[Scheduled]) -> Iterable[list[Scheduled]]:
-    """Divide a batch into requests that run the same program: the model's, or one that reads or changes values."""
+    """Divide a batch by program: the model's program, and programs that read or change values."""
     if all(scheduled.request.probe is None for scheduled in batch):
         return [batch]
     groups: dict[object, list[Scheduled]] = {}

@@ -735,7 +735,7 @@ class CheckedOptions(_Checked):
         (),
         _WATCH,
         "names of values inside the model (`LLM.graph`) that ``on_values`` receives for each generated token.  ``*`` "
-        "matches any layer.  As with ``steer`` and ``hooks``, nothing is drafted.",
+        "matches any layer.  As with ``steer`` and ``hooks``, no tokens are drafted.",
     )
     on_values: OnValues | None = _call_option(
         None,
