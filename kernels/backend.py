@@ -20,6 +20,8 @@ from localllm.quant.formats import dequantize
 
 #: Called with each weight of a file after it is packed.
 Progress = Callable[[Weight], None]
+#: Changes rows [rows, width] of the value with a name in place. The last argument is the rows' base, or None.
+EditRows = Callable[[str, NDArray[np.float32], NDArray[np.float32] | None], None]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Batch:
     ends: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     # int32 [T], first position that a token sees, for tokens that see only a span, which ends at ``ends``
     begins: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    # changes rows in place, for graphs with `localllm.kernels.operations.HostEdit`
+    edit: EditRows | None = None
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
         """Yields (first_row, end_row, kv_length) per sequence."""
@@ -183,6 +187,10 @@ def top_k(logits: NDArray[np.float32], k: int) -> TopK:
     ids = np.lexsort((np.where(is_nan, 0, -logits), ~is_nan))[:, :k].astype(np.int32)
     return TopK(ids, np.take_along_axis(logits, ids, axis=1))
 
+
+_SEVERAL_DEVICES = (
+    "the values of a model that is split over several devices cannot be read or changed: load it on one device"
+)
 
 # -- Steps ---------------------------------------------------------------------------------------------------------
 
@@ -364,16 +372,22 @@ class Step(ABC):
         return self.run(replace(batch, top_k=k)).top_k(k, whole)
 
     def value(self, x: Value) -> NDArray[Any]:
-        """Return a watched value of the last batch.
+        """Return a watched value of the last batch, valid until the next batch.
 
         Returns:
             float32 [rows, width] or, for a `Routing`, the numbers of each token's experts, [T, k]. Rows per token
             and expert are in the order of these numbers.
+        """
+        raise KernelError(_SEVERAL_DEVICES)
+
+    def variant(self, graph: Graph) -> Step:
+        """Compile another graph over the same weights and the same cache; see `localllm.kernels.variants`.
 
         Raises:
-            KernelError: the backend does not keep watched values.
+            KernelError: the model is split over several devices.
+            NotEnoughMemoryError: there is no memory for the values.
         """
-        raise KernelError("only the CPU and the reference backends keep watched values: choose cpu or reference")
+        raise KernelError(_SEVERAL_DEVICES)
 
 
 def input_rows(hidden: Output | None, n_tokens: int, op: Input) -> NDArray[np.float32]:

@@ -24,12 +24,12 @@ address and every number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cache, cached_property
 from math import gcd, prod
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, dataclass_transform
 
 import numpy as np
 from numpy.typing import NDArray
@@ -361,6 +361,18 @@ class Operation(Generic[R]):
         """The tensors that the operation reads."""
         return tuple(value for value in self._values() if isinstance(value, Tensor | Routing))
 
+    def with_inputs(self, changes: Mapping[Value, Value]) -> Self:
+        """Return the operation with the inputs in ``changes`` replaced; the same object without such inputs."""
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(replaced, value))
+            return changes.get(value, value) if isinstance(value, Tensor | Routing) else value
+
+        values = {argument.name: getattr(self, argument.name) for argument in fields(self)}
+        arguments = {name: new for name, value in values.items() if (new := replaced(value)) != value}
+        return replace(self, **arguments) if arguments else self
+
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
         """The weights that the operation reads."""
@@ -412,6 +424,23 @@ class Node:
     layer: LayerTag
 
 
+@dataclass(frozen=True)
+class NamedValue:
+    """A value that users can read and change by its name: ``value``, or ``value`` - ``base``.
+
+    Blocks often add their output to the residual stream in one operation. The output alone is then the difference of
+    the streams after and before the block.
+    """
+
+    value: Value
+    base: Tensor | None = None
+
+    def in_graph(self, renewed: Mapping[Value, Value]) -> NamedValue:
+        """Return the named value of another graph, whose values ``renewed`` maps from the values of this graph."""
+        base: Any = None if self.base is None else renewed.get(self.base, self.base)
+        return NamedValue(renewed.get(self.value, self.value), base)
+
+
 @dataclass(eq=False)
 class Graph:
     """A recorded forward pass, or a device's part of it."""
@@ -431,6 +460,8 @@ class Graph:
     layer: LayerTag = "embedding"  # layer of the operations that are added next
     # values that can be read after a step (`localllm.kernels.backend.Step.value`)
     watched: set[Value] = field(default_factory=set)
+    # values by name, such as "layers.3.attention", in execution order
+    names: dict[str, NamedValue] = field(default_factory=dict)
     # tokens of the result's columns, if they are not the whole vocabulary
     token_ids: NDArray[np.int64] | None = None
     _recorded: set[Value] = field(default_factory=set)
@@ -522,6 +553,14 @@ class Graph:
         self._consumed.update(getattr(operation, name) for name in operation.consumes)
         self.nodes.append(Node(operation, self.layer))
         return result
+
+    def name(self, name: str, value: Value, base: Tensor | None = None) -> None:
+        """Name a value of the current layer, or of the model before or after the layers.
+
+        A layer's first value with a name keeps it.
+        """
+        prefix = f"layers.{self.layer}." if isinstance(self.layer, int) else ""
+        self.names.setdefault(prefix + name, NamedValue(value, base))
 
     @property
     def result(self) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -194,6 +195,11 @@ class ReferenceStep(Step):
         value = self._values[x]
         return value.ids if isinstance(value, ChosenExperts) else value
 
+    def variant(self, graph: Graph) -> ReferenceStep:
+        step = copy(self)
+        step._graph, step._last_uses, step._values = graph, graph.last_uses(), {}
+        return step
+
 
 @dataclass(frozen=True)
 class ChosenExperts:
@@ -237,6 +243,12 @@ class _Run:
         x: Array = self.values[op.x]
         if len(self.batch.embedded):
             x[self.batch.embedded] += self.batch.embeddings_of(op.index, op.x.width)
+        return x
+
+    def host_edit(self, op: ops.HostEdit) -> Array:
+        x: Array = self.values[op.x].copy()  # other values may be views of the same memory
+        if self.batch.edit is not None:
+            self.batch.edit(op.name, x, None if op.base is None else self.values[op.base])
         return x
 
     def adapter_weights(self, op: ops.AdapterWeights) -> Array:

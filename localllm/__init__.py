@@ -17,6 +17,7 @@ help() describes these names:
     Sampling          options for choosing the next token: temperature, top_k, seed, ...
     Completion        generated text
     Stream, Chunk     generated text as an iterator
+    Steering          vectors that change values inside a model
     Usage, Timings, Drafts          counts of tokens, seconds and drafts
     Choice, Score     log-probabilities of a token, and of a continuation
     ModelInfo         facts about a model, in LLM.info
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from localllm.generation.completion import Chunk as Chunk, Completion as Completion, Stream as Stream
     from localllm.generation.scoring import Score as Score
     from localllm.gguf import GGUFFile as GGUFFile
+    from localllm.inspection.steering import Steering as Steering
     from localllm.llm import LLM as LLM, load as load
     from localllm.loading.model_info import ModelInfo as ModelInfo
     from localllm.options.keywords import Options as Options
@@ -110,6 +112,7 @@ _HOMES = {
         ("generation.completion", "Chunk Completion Stream"),
         ("generation.scoring", "Score"),
         ("gguf", "GGUFFile"),
+        ("inspection.steering", "Steering"),
         ("llm", "LLM load"),
         ("loading.model_info", "ModelInfo"),
         ("options.keywords", "Options"),

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
 from localllm.engine.media import NO_MEDIA, MediaTokens, PreparedMedia, PromptMedia, text_ids
+from localllm.engine.probe import Probe
 from localllm.engine.request import Request
 from localllm.errors import (
     Argument,
@@ -33,6 +34,7 @@ from localllm.files import expanded
 from localllm.generation.completion import Completion, Stream
 from localllm.generation.embedding import unit_length
 from localllm.generation.scoring import Score, last_logits, scores
+from localllm.inspection.names import ValueNames
 from localllm.kernels import process
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
@@ -43,7 +45,7 @@ from localllm.options.checks import check_keywords, mappings, text, token_ids, w
 from localllm.options.declared import GRAMMARS, CheckedOptions, LoadOptions, Sampling, declared, describes
 from localllm.options.foreign_names import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.options.keywords import Options
-from localllm.options.types import LoadProgress, SplitMode
+from localllm.options.types import Hook, LoadProgress, Progress, SplitMode
 from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
@@ -56,6 +58,9 @@ if TYPE_CHECKING:
     from localllm.chat.reply import ReplyParser
     from localllm.chat.thinking import ThinkingSplitter
     from localllm.chat.tool_choice import ChosenTools
+    from localllm.inspection.positions import Positions
+    from localllm.inspection.steering import Steer
+    from localllm.inspection.trace import Trace, TraceOptions, TracePiece
     from localllm.loading.media_encoder import MediaEncoder
     from localllm.sampling.call_constraint import CallConstraint, CallSearch
     from localllm.sampling.constraint import Constraint
@@ -230,6 +235,11 @@ class LLM:
         return self._tokenizer
 
     @property
+    def graph(self) -> ValueNames:
+        """Names and shapes of the values inside the model that `trace`, ``watch``, ``steer`` and ``hooks`` accept."""
+        return ValueNames(self._opened().graph)
+
+    @property
     def is_late(self) -> bool:
         """Whether the model returns one vector per token (ColBERT): use `embed` with ``per_token``, or `rerank`."""
         return self._embedder is not None and self._embedder.is_late
@@ -386,6 +396,112 @@ class LLM:
             raise UsageError.of("continuations", continuations, "a list of texts, or of lists of token ids")
         pairs = [self._continued(prompt, continuation, add_special) for continuation in continuations]
         return scores(engine, pairs, top_logprobs)
+
+    @overload  # a string is a prompt, not a list of prompts
+    def trace(  # type: ignore[overload-overlap]
+        self, prompts: str | Sequence[int], names: str | Sequence[str], **options: Unpack[TraceOptions]
+    ) -> dict[str, NDArray[Any]]: ...
+
+    @overload
+    def trace(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        names: str | Sequence[str],
+        **options: Unpack[TraceOptions],
+    ) -> list[dict[str, NDArray[Any]]]: ...
+
+    def trace(self, prompts: Any, names: str | Sequence[str], **options: Unpack[TraceOptions]) -> Any:
+        """Return values inside the model at the tokens of a prompt: float32 [n_positions, width] by name.
+
+        For a list of prompts, return a list with the values of each prompt. Chosen experts are int32 numbers. Other
+        requests are evaluated as before, and share the cache of prompts.
+
+        Args:
+            prompts: a string, token ids, or a list of strings or of lists of token ids.
+            names: names of values, see `graph`. ``*`` matches any layer: "layers.*.output".
+            options: ``positions``, ``steer``, ``hooks``, …; see `localllm.inspection.trace.TraceOptions`.
+
+        Raises:
+            UsageError: a name is unknown, a position is outside the prompt, or as in `generate`.
+            NotEnoughMemoryError: the values do not fit in memory: use `stream_trace` or `save_trace`.
+        """
+        trace = self._trace(prompts, names, **options)
+        values = trace.arrays()
+        return values if trace.is_list else values[0]
+
+    def stream_trace(
+        self, prompts: Any, names: str | Sequence[str], **options: Unpack[TraceOptions]
+    ) -> Iterator[TracePiece]:
+        """Like `trace`, but return an iterator of `localllm.inspection.trace.TracePiece`.
+
+        The pieces of a prompt are in the order of its tokens. Pieces of several prompts may be mixed.
+        """
+        return self._trace(prompts, names, **options).pieces()
+
+    def save_trace(
+        self,
+        path: str | os.PathLike[str],
+        prompts: Any,
+        names: str | Sequence[str],
+        *,
+        progress: Progress | None = None,
+        **options: Unpack[TraceOptions],
+    ) -> None:
+        """Like `trace`, but write the values to a ``.safetensors`` or ``.npz`` file while they are computed.
+
+        The arrays of a single prompt have the names of the values. The arrays of prompt i of a list are ``i/NAME``.
+
+        Args:
+            progress: called with the number of tokens whose values were written, and the number of all tokens.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        self._trace(prompts, names, **options).save(expanded(path), progress)
+
+    def _trace(
+        self,
+        prompts: Any,
+        names: str | Sequence[str],
+        *,
+        positions: Positions = None,
+        steer: Steer = (),
+        hooks: Mapping[str, Hook] | None = None,
+        add_special: bool = True,
+        parse_special: bool = False,
+    ) -> Trace:
+        from localllm.inspection.positions import select
+        from localllm.inspection.trace import Trace, TracedPrompt
+
+        engine, value_names = self._opened(), self.graph
+        watched = value_names.matching("names", names)
+        checked = CheckedOptions.of({"steer": steer, "hooks": hooks})
+        is_list = isinstance(prompts, list | tuple) and any(isinstance(p, str | list | tuple) for p in prompts)
+        traced = []
+        for prompt in prompts if is_list else [prompts]:
+            ids = self._prompt_ids(prompt, add_special, parse_special)
+            if len(ids) > engine.context:
+                raise ContextLengthError(len(ids), engine.context)
+            probe = replace(self._probe(checked, len(ids)) or Probe(), watched=watched)
+            traced.append(TracedPrompt(ids, select(positions, len(ids)), probe))
+            if not len(traced[-1].positions):
+                raise UsageError(Argument("positions"), f" select no token of a prompt of {len(ids):,} tokens")
+        return Trace(engine, traced, value_names, is_list)
+
+    def _probe(self, checked: CheckedOptions, n_prompt: int) -> Probe | None:
+        """Return the values that a request reads and changes; None if it does neither."""
+        if not (checked.watch or checked.steer or checked.hooks):
+            return None
+        from localllm.inspection.steering import all_edits
+
+        if checked.watch and checked.on_values is None:
+            raise UsageError(
+                Argument("watch"), " needs a function that receives the values: pass ", Argument("on_values")
+            )
+        names = self.graph
+        watched = names.matching("watch", checked.watch) if checked.watch else ()
+        edits, key = all_edits(checked.steer, checked.hooks or {}, names, n_prompt)
+        return Probe(watched, edits, checked.on_values, n_prompt - 1, key)
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Adds a low-rank adapter, a GGUF file or a PEFT folder, for ``generate(..., adapters={name: 0.8})``.
@@ -1089,7 +1205,6 @@ class LLM:
             truncated = checked.overflow == "truncate"
             remedies = (Argument("overflow", "truncate"),) if truncatable and not truncated else ()
             raise ContextLengthError(len(ids), engine.context, *remedies, truncated=truncated)
-        speculate = _drafting(checked, engine.drafts_by)
         text_of = text_ids(ids) if media.placed else ids
         sampler = make_sampler(
             sampling,
@@ -1108,11 +1223,12 @@ class LLM:
             priority=checked.priority,
             timeout_s=checked.timeout,
             client=checked.client,
-            speculate=speculate,
+            speculate=_drafting(checked, engine.drafts_by),
             draft_max=checked.draft_max,
             draft_always=checked.draft_always,
             adapters=self._adapter_scales(checked.adapters),
             media=media,
+            probe=self._probe(checked, len(ids)),
         )
         return Stream(
             engine,

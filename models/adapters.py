@@ -7,7 +7,7 @@ are concatenated, so that a batch whose requests use different adapters needs on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
     unused = {(i, name) for i, adapter in enumerate(adapters) for name in adapter.parts}
     for node in graph.nodes:
         new.layer = node.layer
-        operation = _with_inputs(node.operation, now)
+        operation = node.operation.with_inputs(now)
         new.add(operation)
         now |= dict(zip(node.operation.results, operation.results, strict=True))
         if not isinstance(operation, ops.Linear | ops.Linears) or operation.x.rows is not g.Rows.TOKENS:
@@ -92,17 +92,5 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
             "runs: write a model that contains the adapter with localllm merge"
         )
     new.watched = {now.get(x, x) for x in graph.watched}
+    new.names = {name: named.in_graph(now) for name, named in graph.names.items()}
     return new
-
-
-def _with_inputs(operation: g.Operation[Any], now: dict[g.Value, g.Value]) -> g.Operation[Any]:
-    """Return the operation with its inputs replaced."""
-
-    def swapped(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(swapped, value))
-        return now.get(value, value) if isinstance(value, Tensor | g.Routing) else value
-
-    values = {name: getattr(operation, name) for name in operation.__dataclass_fields__}
-    changes = {name: new for name, value in values.items() if (new := swapped(value)) != value}
-    return replace(operation, **changes) if changes else operation

@@ -22,6 +22,14 @@ from localllm.quant.types import GGMLType
 
 R = TypeVar("R", bound=Any)
 
+#: Names of the outputs of attention, of recurrent blocks and of MLPs (`localllm.kernels.graph.Graph.names`), by the
+#: last matrix of the block.
+OUTPUT_MATRICES = {
+    **dict.fromkeys(("attn_output", "attn_output_b", "attn_o"), "attention"),
+    **dict.fromkeys(("ssm_out", "shortconv.out_proj"), "recurrent"),
+    "ffn_down": "mlp",
+}
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -36,11 +44,28 @@ class Layer:
     causal: bool = True  # whether tokens attend to earlier tokens only
 
     def add(self, operation: g.Operation[R]) -> R:
-        return self.graph.add(operation)
+        """Record an operation, and return its result. Name its queries, keys, values, or its choice of experts."""
+        result = self.graph.add(operation)
+        recorded: g.Operation[Any] = operation
+        match recorded:
+            case ops.RopeAppend(q=q, k=k, v=v, cache=cache) if q is not k and not cache.is_index and not cache.number:
+                for name, tensor in (("queries", q), ("keys", k), ("values", v)):
+                    if tensor is not None:
+                        self.graph.name(name, tensor)
+            case ops.Route(logits=logits, result=routing):
+                self.graph.name("router", logits)
+                self.graph.name("experts", routing)
+        return result
 
     def linear(self, x: Tensor, name: str, n_out: int, *, residual: Tensor | None = None) -> Tensor:
-        """Return x times the matrix ``name``, plus the matrix's bias, if any."""
-        return self.add(ops.Linear(x, self.weights.matrix(name, x.width, n_out), residual=residual))
+        """Return x times the matrix ``name``, plus the matrix's bias, if any.
+
+        The product is named if the matrix is the last one of a block.
+        """
+        result = self.add(ops.Linear(x, self.weights.matrix(name, x.width, n_out), residual=residual))
+        if name in OUTPUT_MATRICES:
+            self.graph.name(OUTPUT_MATRICES[name], result, residual)
+        return result
 
 
 #: Records one layer with the input x [T, d], and returns the layer's output [T, d].
@@ -111,9 +136,12 @@ def decoder(
     x = embedding = graph.add(ops.Embed(table, embedding_scale, takes_rows=m.sees))
     if change_embedding is not None:
         x = embedding = change_embedding(Layer(-1, graph, weights, d, eps, x), x)
+    graph.name("embedding", x)
     for i in range(config.n_layers):
         graph.layer = i
+        graph.name("input", x)
         x = record_layer(Layer(i, graph, weights.layer(i), d, eps, embedding, m.is_causal), x)
+        graph.name("output", x)
         if m.sees and i < n_deepstack:
             x = graph.add(ops.AddRows(x, i + 1))
     graph.layer = "output"
@@ -121,6 +149,7 @@ def decoder(
     x = at.add(ops.Outputs(x))  # [N, d]
     if output_norm is not None:
         x = output_norm(at, "output_norm", x)
+    graph.name("final_norm", x)
     if m.pooling is not None:
         weights.skip("output.weight")
         return graph
@@ -128,7 +157,8 @@ def decoder(
     if logit_scale != 1:
         logits = at.add(ops.Scale(logits, logit_scale))
     if softcap is not None:
-        at.add(ops.Softcap(logits, softcap))
+        logits = at.add(ops.Softcap(logits, softcap))
+    graph.name("logits", logits)
     return graph
 
 
@@ -424,7 +454,7 @@ def mixture(
 
     Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
     """
-    w = at.weights
+    w, stream = at.weights, residual
     routing = route(at, x, experts, residual_scale, expert_ids)
     if experts.n_ff_shared:
         options: Any = {"activation": activation, "suffix": "_shexp"}
@@ -443,13 +473,16 @@ def mixture(
         else:
             residual = shared if weight is None else at.add(ops.HeadGate(shared, weight, "sigmoid"))
     n_latent = w.n_rows("ffn_latent_down.weight")
-    if not n_latent:
-        return chosen_experts(
-            at, x, experts, routing, activation, residual, is_weighted_first=is_weighted_first, limit=limits[0]
-        )
-    x = at.linear(x, "ffn_latent_down", n_latent)
-    y = chosen_experts(at, x, experts, routing, activation, is_weighted_first=is_weighted_first, limit=limits[0])
-    return at.linear(y, "ffn_latent_up", at.n_embd, residual=residual)
+    if n_latent:
+        x = at.linear(x, "ffn_latent_down", n_latent)
+    added = None if n_latent else residual
+    y = chosen_experts(
+        at, x, experts, routing, activation, added, is_weighted_first=is_weighted_first, limit=limits[0]
+    )
+    if n_latent:
+        y = at.linear(y, "ffn_latent_up", at.n_embd, residual=residual)
+    at.graph.name("mlp", y, stream)
+    return y
 
 
 def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, expert_ids: Tensor | None = None) -> g.Routing:

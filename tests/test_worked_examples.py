@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -191,15 +192,15 @@ def test_the_new_api_field_of_the_docs_passes_its_test(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_program_of_the_docs_names_the_operation_with_a_fault(tmp_path: Path) -> None:
+def test_the_command_of_the_docs_names_the_layer_with_a_fault(tmp_path: Path) -> None:
     copy_source(tmp_path)
     (fault,) = blocks("debug-a-wrong-reply.md", "diff")
     apply(fault, tmp_path)
     shutil.copy(ROOT / "localllm" / "data" / "demo.gguf", tmp_path / "model.gguf")
-    program = "\n".join(blocks("debug-a-wrong-reply.md", "python"))  # tests/test_docs.py runs it without the fault
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert re.search(r"^layer 0: Gated differs by \d", done.stderr, re.MULTILINE), done.stdout + done.stderr
+    (line,) = blocks("debug-a-wrong-reply.md", "sh")  # tests/test_docs.py runs it without the fault
+    command = [sys.executable, "-m", *shlex.split(line), "--device", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "\nlayers.0.mlp is the first value that jumps: " in done.stdout, done.stdout + done.stderr
 
 
 def definitions(path: Path) -> set[str]:

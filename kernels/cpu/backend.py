@@ -29,7 +29,7 @@ from localllm.kernels.cpu.batch import N_CHOSEN, N_TOKENS
 from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.expert_pool import ExpertPool
-from localllm.kernels.cpu.host import default_threads, most_threads
+from localllm.kernels.cpu.host import check_memory, default_threads, most_threads
 from localllm.kernels.cpu.lowering import CPULowered, CPULowering, HostRows
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Program, Workers
@@ -98,11 +98,11 @@ class CPUBackend(Backend):
         cache = CPUCache(graph, n_pages, n_states if graph.states else 0, self.workers)
         planned = tuple(planned_weight(use, pooled=pool is not None) for use in uses)
 
-        def lowered() -> CPULowered:
+        def lower(graph: Graph) -> CPULowered:
             sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
             return CPULowering(graph, weights, cache, self.target, self.workers.n, **sizes).lower()
 
-        program = lowered()
+        program = lower(graph)
 
         packed_weights: list[PackedWeight] = []
 
@@ -124,7 +124,7 @@ class CPUBackend(Backend):
             as_planned = [w.kernel_type for w in packed] == [w.kernel_type for w in planned]
             if pool is not None:
                 pool.open()
-            return CPUStep(self, program if as_planned else lowered(), weights, packed, cache)
+            return CPUStep(self, program if as_planned else lower(graph), weights, packed, cache, lower)
 
         own_bytes = cache.layer_bytes if graph.caches_of is None else {}
         return Footprint(planned, own_bytes, program.arena_bytes, load, pack, expert_bytes or 0)
@@ -142,8 +142,11 @@ class CPUStep(Step):
         weights: CPUPackedWeights,
         packed: tuple[PackedWeight, ...],
         cache: CPUCache,
+        lower: Callable[[Graph], CPULowered],
     ) -> None:
+        """``lower``: returns the program of another graph with the same weights and cache."""
         self.weights, self.cache, self._backend = packed, cache, backend
+        self._packed_weights, self._lower = weights, lower
         self._tables, self._n_products = lowered.tables, lowered.n_products
         arena = aligned_zeros(lowered.arena_bytes, np.uint8)
         self._tables.bind(arena)
@@ -154,7 +157,8 @@ class CPUStep(Step):
         self._added = [(op, y.rows(arena)) for op, y in lowered.filled_by(ops.AddRows)]
         self._inputs = [(op, y.rows(arena)) for op, y in lowered.filled_by(ops.Input)]
         self._n_joined = lowered.n_joined
-        self._arena, self._watched = arena, lowered.watched
+        self._arena, self._watched, self._edits = arena, lowered.watched, lowered.edits
+        self._n_instructions = len(lowered.instructions)
         self._result, self._of_tokens = lowered.result.rows(arena), lowered.result.slot == N_TOKENS
         self._width = lowered.result.width
         self.pool = weights.pool
@@ -178,10 +182,25 @@ class CPUStep(Step):
         if n_tokens <= SHORT_STEP and workers is backend.workers:
             limit = backend.limit if n_tokens <= FEW_TOKENS else backend.batch_limit
         threads = None if limit is None else limit.now
+        if self._edits:
+            self._run_with_edits(workers, batch, hidden, threads)
+            return self._output(batch)
         lost = self._program.run(workers, before=lambda: self._fill(batch, hidden), threads=threads)
         if limit is not None and (self.pool is None or not self.pool.has_waited):
             limit.record(lost)
         return self._output(batch)
+
+    def _run_with_edits(self, workers: Workers, batch: Batch, hidden: Output | None, threads: int | None) -> None:
+        """Run the program, and let the host change rows at the points of its edits."""
+        stops = [edit.instruction for edit in self._edits]
+        parts = map(range, (0, *stops), (*stops, self._n_instructions))
+        self._program.run(workers, lambda: self._fill(batch, hidden), threads=threads, instructions=next(parts))
+        for edit, instructions in zip(self._edits, parts, strict=True):
+            if batch.edit is not None:
+                base = None if edit.base is None else self._rows(edit.base)
+                batch.edit(edit.name, self._rows(edit.rows), base)
+            if instructions:
+                self._program.run(workers, threads=threads, instructions=instructions)
 
     def run_in_pieces(
         self, batch: Batch, piece_s: float, hidden: Output | None = None
@@ -198,10 +217,20 @@ class CPUStep(Step):
             raise ExpertReadError(str(error), frozenset(lacking.tolist()), output.rows()) from error
         return output
 
+    def variant(self, graph: Graph) -> CPUStep:
+        lowered = self._lower(graph)
+        check_memory(lowered.arena_bytes, "a program that reads or changes values inside the model")
+        return CPUStep(self._backend, lowered, self._packed_weights, self.weights, self.cache, self._lower)
+
+    def _rows(self, stored: HostRows) -> NDArray[np.float32]:
+        """Return the batch's rows of a tensor."""
+        n_rows = self._tables.header_numbers()[stored.slot]
+        return stored.rows(self._arena)[:n_rows, : stored.width]
+
     def value(self, x: Value) -> NDArray[Any]:
         stored, numbers = self._watched[x], self._tables.header_numbers()
         if isinstance(stored, HostRows):
-            return stored.rows(self._arena)[: numbers[stored.slot], : stored.width]
+            return self._rows(stored)
         begin = stored.ids.buffer.offset + stored.ids.n_bytes
         ids = self._arena[begin : begin + 8 * numbers[N_CHOSEN]].view(np.int64)
         return ids.reshape(numbers[N_TOKENS], -1)

@@ -113,6 +113,16 @@ class StoredRouting:
 
 
 @dataclass(frozen=True)
+class Edit:
+    """Rows that the host changes before instruction number ``instruction``; see `HostEdit`."""
+
+    instruction: int
+    name: str
+    rows: HostRows
+    base: HostRows | None
+
+
+@dataclass(frozen=True)
 class CPULowered:
     """A program whose buffers have offsets."""
 
@@ -121,6 +131,7 @@ class CPULowered:
     filled: Sequence[tuple[g.Operation[Tensor], HostRows]]  # rows that are filled before the program runs
     result: HostRows
     watched: Mapping[Value, HostRows | StoredRouting]
+    edits: Sequence[Edit]  # points where the program stops while the host changes rows
     arena_bytes: int  # size of all buffers
     n_products: int  # products of activations and weights per token
     n_joined: int  # rows that one output row is made from
@@ -159,6 +170,7 @@ class CPULowering:
         self.records: dict[Tensor, Buffer] = {}
         self.int16: dict[Tensor, Buffer] = {}
         self.filled: list[tuple[g.Operation[Tensor], HostRows]] = []
+        self.edits: list[Edit] = []
         self.n_products = 0
 
     def lower(self) -> CPULowered:
@@ -175,6 +187,7 @@ class CPULowering:
             self.filled,
             result,
             watched,
+            self.edits,
             n_bytes,
             self.n_products,
             self.graph.n_joined,
@@ -183,7 +196,11 @@ class CPULowering:
     def _stages(self) -> list[list[Buffer]]:
         """Return the buffers of each group of instructions that run without waiting for each other."""
         stages: list[list[Buffer]] = [[]]
-        for instruction in self.instructions:
+        edited: dict[int, list[HostRows | None]] = {}
+        for edit in self.edits:
+            edited.setdefault(edit.instruction, []).extend((edit.rows, edit.base))
+        for i, instruction in enumerate(self.instructions):
+            stages[-1] += [rows.buffer for rows in edited.get(i, ()) if rows is not None]
             for x in instruction.arguments:
                 buffer = x.buffer if isinstance(x, Address) else x
                 if isinstance(buffer, Buffer) and buffer.address is None:
@@ -275,6 +292,11 @@ class CPULowering:
         return y
 
     input = embed = ngram_embed = adapter_weights = _filled
+
+    def host_edit(self, op: ops.HostEdit) -> HostRows:
+        rows: HostRows = self.stored[op.x]
+        self.edits.append(Edit(len(self.instructions), op.name, rows, self.stored[op.base]))
+        return rows
 
     def add_rows(self, op: ops.AddRows) -> HostRows:
         x: HostRows = self.stored[op.x]

@@ -173,13 +173,19 @@ class Program:
         return np.array(run_program.arguments(**{**self._call_arguments, **changes}), np.int64)
 
     def run(
-        self, workers: Workers, before: Callable[[], None] = lambda: None, *, threads: int | None = None
+        self,
+        workers: Workers,
+        before: Callable[[], None] = lambda: None,
+        *,
+        threads: int | None = None,
+        instructions: range | None = None,
     ) -> float:
-        """Run all instructions once.  Return the largest share of its time that a thread slept or had no core.
+        """Run instructions once.  Return the largest share of its time that a thread slept or had no core.
 
         Args:
             before: fills the data that the instructions read; called while these threads run nothing else.
             threads: number of the workers' threads that take part; defaults to all.
+            instructions: consecutive instructions to run; defaults to all.
 
         Raises:
             DeviceError: the program was created before this process was forked.
@@ -191,9 +197,18 @@ class Program:
             before()
             self._counters[:] = 0
 
-        job = Job(self._entry, self._call_address, keep=self, threads=threads)
+        call, address = None, self._call_address
+        if instructions is not None:
+            call = self._call_of(instructions.start, len(instructions))
+            address = call.ctypes.data
+        job = Job(self._entry, address, keep=(self, call), threads=threads)
         workers.run(job, prepare)
         return max(job.lost, default=0.0)
+
+    def _call_of(self, first: int, n: int, **changes: int) -> NDArray[np.int64]:
+        """Return the arguments of `run_program` for ``n`` instructions, with changes."""
+        tables = {"table": self._table[first:].ctypes.data, "counters": self._counters[first:].ctypes.data}
+        return self._packed_call(**tables, n_instructions=n, **changes)
 
     def run_in_pieces(self, workers: Workers, before: Callable[[], None], piece_s: float) -> Iterator[None]:
         """Run with the same bits as `run`, in pieces of about ``piece_s`` seconds with pauses for other work."""
@@ -204,8 +219,7 @@ class Program:
             n_done, n, seconds = 0, max(1, total // FIRST_SHARE) if i else ALL_UNITS, 0.0
             while n_done < total:
                 first = n_done
-                tables = {"table": self._table[i:].ctypes.data, "counters": self._counters[i:].ctypes.data}
-                call = self._packed_call(**tables, n_instructions=1, stop=first + n, most=n)
+                call = self._call_of(i, 1, stop=first + n, most=n)
 
                 def prepare(i: int = i, first: int = first) -> None:
                     if i == 0:

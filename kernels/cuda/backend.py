@@ -47,26 +47,24 @@ class CUDABackend(Backend):
     ) -> Footprint:
         check_cache(graph, n_pages, n_states)
         weights, cache, uses = CUDAPackedWeights(self.loader), CUDACache(graph, n_pages, n_states), weights_of(graph)
-        planned = self._lower(graph, weights, cache, max_tokens, max_outputs)
+
+        def lower(graph: Graph) -> CUDALowered:
+            return CUDALowering(graph, weights, self.limits(graph, cache, max_tokens, max_outputs)).lower()
+
+        planned = lower(graph)
 
         def load(progress: Progress | None) -> CUDAStep:
             packed = tuple(weights.load(use, progress) for use in uses)
             self.loader.close()
             cache.allocate(self.driver, self.device)
             # Lower again: calls contain addresses of the weights, which are known only now.
-            lowered = self._lower(graph, weights, cache, max_tokens, max_outputs)
-            step = CUDAStep(self.driver, self.device, lowered, packed, weights)
+            step = CUDAStep(self.driver, self.device, lower(graph), packed, weights, lower)
             if self.compiles_ahead:
                 step.compile_kernels(self.progress)
             return step
 
         buffers = planned.arena_bytes + graph_bytes(planned)
         return Footprint(tuple(map(weights.planned, uses)), cache.layer_bytes(), buffers, load)
-
-    def _lower(
-        self, graph: Graph, weights: CUDAPackedWeights, cache: CUDACache, max_tokens: int, max_outputs: int
-    ) -> CUDALowered:
-        return CUDALowering(graph, weights, self.limits(graph, cache, max_tokens, max_outputs)).lower()
 
     def limits(self, graph: Graph, cache: CUDACache, max_tokens: int, max_outputs: int) -> StepLimits:
         properties = self.driver.properties(self.device)

@@ -391,3 +391,12 @@ class KernelCall:
     def buffers(self) -> list[Buffer]:
         alone = (x.alone for x in self.operands if isinstance(x, Inputs) and x.alone)
         return [x if isinstance(x, Buffer) else x.buffer for x in (*self.operands, *alone)]
+
+
+@dataclass(frozen=True, eq=False)
+class EditCall(KernelCall):
+    """A point where the host changes rows of a tensor; see `localllm.kernels.operations.HostEdit`."""
+
+    value_name: str = field(kw_only=True)
+    rows: DeviceRows = field(kw_only=True)
+    base: DeviceRows | None = field(kw_only=True)

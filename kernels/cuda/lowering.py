@@ -33,6 +33,7 @@ from localllm.kernels.cuda.calls import (
     BatchSizes,
     Cost,
     DeviceRows,
+    EditCall,
     Extent,
     Inputs,
     KernelCall,
@@ -100,6 +101,7 @@ class CUDALowered:
 
     limits: StepLimits  # limits shared by the calls
     calls: list[KernelCall]
+    watched: dict[Value, DeviceRows | Address]  # rows, or the ids of chosen experts
     hidden: list[tuple[ops.Input, DeviceRows]]  # input rows of the graph
     result: DeviceRows
     tables: list[tuple[int, bool]]  # rows of each embedding table, and whether it is indexed by position
@@ -161,12 +163,21 @@ class CUDALowering:
         # Inputs of a step are written before its calls, and its outputs must remain valid after them.
         inputs = *self.hidden, *self.ngrams
         begin = [stored.buffer for stored in (*(y for _, y in inputs), *self.embeddings.values())]
-        end = [result.buffer, *(largest or ())]
+        watched = self._watched()
+        kept = (stored.buffer for stored in watched.values())
+        end = [result.buffer, *(largest or ()), *kept]
         permanent = [self.batch.buffer, self.chosen_ids, *(buffer for _, buffer in self.limits.ropes)]
         n_bytes = assign([begin, *(call.buffers for call in self.calls), end], permanent)
         calls, self.calls = self.calls, []  # the calls refer to self: a cycle would delay freeing
         given_rows = self.embeddings, self.ngrams
-        return CUDALowered(self.limits, calls, self.hidden, result, self.tables, *given_rows, largest, n_bytes)
+        return CUDALowered(
+            self.limits, calls, watched, self.hidden, result, self.tables, *given_rows, largest, n_bytes
+        )
+
+    def _watched(self) -> dict[Value, DeviceRows | Address]:
+        stored = {x: self.stored.get(x) for x in self.graph.watched}
+        rows = {x: value.ids if isinstance(value, _ExpertChoice) else value for x, value in stored.items()}
+        return {x: value for x, value in rows.items() if isinstance(value, DeviceRows | Address)}
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
@@ -308,6 +319,15 @@ class CUDALowering:
             embeddings=self.embeddings.setdefault(0, self.like(op.result)) if op.takes_rows else None, y=y,
         )  # fmt: skip
         return y
+
+    def host_edit(self, op: ops.HostEdit) -> DeviceRows:
+        rows: DeviceRows = self.stored[op.x]
+        base: DeviceRows | None = self.stored[op.base]
+        operands = [rows] if base is None else [rows, base]
+        nothing, free = (lambda extent: ()), (lambda sizes: Cost(0))
+        call = EditCall("edit", nothing, operands, free, value_name=op.name, rows=rows, base=base)
+        self.calls.append(call)
+        return rows
 
     def ngram_embed(self, op: ops.NgramEmbed) -> DeviceRows:
         y = self.like(op.result)

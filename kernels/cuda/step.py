@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,11 @@ from localllm.kernels.backend import Batch, Cache, Output, PackedWeight, Step, T
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cuda.attention import work_of_batch, work_of_bucket
 from localllm.kernels.cuda.cache import PAGE
-from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, DeviceRows, Extent, KernelCall, phases
+from localllm.kernels.cuda.calls import BUCKETS, N_OUTPUTS, N_TOKENS, DeviceRows, EditCall, Extent, KernelCall, phases
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Launch, Stream
 from localllm.kernels.cuda.lowering import MAX_TOP_K, CUDALowered
 from localllm.kernels.embedding import NgramRows
+from localllm.kernels.graph import Graph as ModelGraph, Routing, Value
 
 #: Maximum cache length of the first extent of a small batch; each further extent doubles it.
 SHORTEST = 1024
@@ -88,17 +89,27 @@ class CUDAStep(Step):
     followers: tuple[CUDAStep, ...] = ()
 
     def __init__(
-        self, driver: Driver, device: int, lowered: CUDALowered, weights: tuple[PackedWeight, ...], keep: object
+        self,
+        driver: Driver,
+        device: int,
+        lowered: CUDALowered,
+        weights: tuple[PackedWeight, ...],
+        keep: object,
+        lower: Callable[[ModelGraph], CUDALowered] | None = None,
     ) -> None:
+        """``lower``: returns the calls of another graph with the same weights and cache."""
         self.driver, self.device = driver, device
+        self._lower, self._keep, self._watched = lower, keep, lowered.watched
         self.weights, self.limits = weights, lowered.limits
         self.cache: Cache = lowered.limits.cache
         self.stream = lowered.limits.cache.stream  # copies of pages are ordered after the steps that fill the pages
         self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
+        self._has_edits = any(isinstance(call, EditCall) for call in self.calls)
         self._largest, self._tables, self._embeddings = lowered.largest, lowered.tables, lowered.embeddings
         self._ngrams = [(NgramRows(op), into) for op, into in lowered.ngrams]
         self.max_top_k = 0 if lowered.largest is None else min(MAX_TOP_K, lowered.result.width)
         self._sent = np.zeros((0, 0, 0), np.int32)  # block tables of the last run
+        self._n_rows = {N_TOKENS: 0, N_OUTPUTS: 0}  # rows of the last run
         self._n_chosen = 0  # rows of the last run, whose ids the next run may use
         self.arena = driver.allocate(device, lowered.arena_bytes)
         #: Arenas of other devices, by the buffers in them.
@@ -164,7 +175,9 @@ class CUDAStep(Step):
         if batch.top_k and self.max_top_k:
             most = next(k for k in _TOP_K if batch.top_k <= k)
             extent = replace(extent, top_k=min(most, self.result.width))
-        if WATCHES and not follower_extents:
+        if self._has_edits:
+            self._launch_with_edits(batch, extent)
+        elif WATCHES and not follower_extents:
             WATCHES[-1].run(self, batch, extent)
         else:
             self.launch(extent, *follower_extents)
@@ -173,6 +186,7 @@ class CUDAStep(Step):
             driver.wait(follower.stream, self._done)
         n = len(batch.ids) if self.result.slot == N_TOKENS else len(batch.outputs)
         self._n_chosen = n if extent.top_k else 0
+        self._n_rows = {N_TOKENS: len(batch.ids), N_OUTPUTS: len(batch.outputs)}
         return CUDAOutput(self, n, self._download_largest(n, extent.top_k) if extent.top_k else None)
 
     def begin(self, batch: Batch, hidden: Output | None) -> tuple[Extent, ...]:
@@ -262,6 +276,42 @@ class CUDAStep(Step):
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(extents)
         self.driver.replay(self._graphs[extents], self.stream)
+
+    def _launch_with_edits(self, batch: Batch, extent: Extent) -> None:
+        """Compute the uploaded batch, and let the host change rows at the points of its edits."""
+        n_rows = {N_TOKENS: len(batch.ids), N_OUTPUTS: len(batch.outputs)}
+        for call in self.calls:
+            if not isinstance(call, EditCall):
+                self._launch(self.loaded([call], extent))
+            elif batch.edit is not None and (n := n_rows[call.rows.slot]):
+                rows, width = self._read(call.rows, n), call.rows.width
+                base = None if call.base is None else self._read(call.base, n)[:, :width]
+                batch.edit(call.value_name, rows[:, :width], base)
+                self.driver.upload(self.rows(call.rows, n), rows, self.stream)
+                self.driver.synchronize(self.stream)  # the rows must not be freed before
+
+    def _read(self, stored: DeviceRows, n: int) -> NDArray[np.float32]:
+        """Wait, and return the first ``n`` rows with their padding."""
+        rows = np.empty((n, stored.stride), np.float32)
+        if n:
+            self.driver.download(rows, self.rows(stored, n), self.stream)
+            self.driver.synchronize(self.stream)
+        return rows
+
+    def value(self, x: Value) -> NDArray[Any]:
+        stored = self._watched[x]
+        if isinstance(stored, DeviceRows):
+            return self._read(stored, self._n_rows[stored.slot])[:, : stored.width]
+        assert isinstance(x, Routing)
+        ids = np.empty((self._n_rows[N_TOKENS], x.k), np.int32)
+        self.driver.download(ids, self.memory(stored, ids.nbytes), self.stream)
+        self.driver.synchronize(self.stream)
+        return ids
+
+    def variant(self, graph: ModelGraph) -> CUDAStep:
+        if self._lower is None:
+            return super().variant(graph)  # type: ignore[return-value]  # raises an error
+        return CUDAStep(self.driver, self.device, self._lower(graph), self.weights, self._keep, self._lower)
 
     def graph(self, calls: Sequence[KernelCall], extent: Extent) -> Graph:
         """Return a graph of some of the calls, for an extent."""

@@ -15,6 +15,7 @@ from localllm.kernels.operations.dense import (
     Gated,
     HeadGate,
     HeadLinear,
+    HostEdit,
     Input,
     LayerNorm,
     Linear,

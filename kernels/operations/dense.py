@@ -433,3 +433,18 @@ class Outputs(Operation[Tensor]):
         if self.n_joined < 1:
             raise KernelError(f"{self.n_joined} rows cannot be joined: give at least 1")
         return Tensor(Rows.OUTPUTS, self.x.width * (1 if self.is_mean else self.n_joined))
+
+
+class HostEdit(SameShape):
+    """x after the host changed it (`localllm.kernels.backend.Batch.edit`), while the program waits.
+
+    ``base`` is the residual stream before a block whose output is x - base.
+    """
+
+    name: str  # name of the value, for the host
+    base: Tensor | None = None
+    consumes = ("x",)
+
+    def check(self) -> None:
+        if self.base is not None:
+            g.check_residual(self.base, self.x.rows, self.x.width)

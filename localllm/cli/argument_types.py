@@ -132,6 +132,15 @@ def share(text: str) -> tuple[Path, float]:
     raise argparse.ArgumentTypeError(f"{text!r} is not ADAPTER[=X], such as style.gguf=0.8")
 
 
+def scaled_vector(text: str) -> tuple[Path, float]:
+    """Parse the path of a control vector and its scale, in llama.cpp's form: PATH:X."""
+    path, _, number = text.rpartition(":")
+    with contextlib.suppress(ValueError):
+        if path and math.isfinite(value := float(number)):
+            return Path(path), value
+    raise argparse.ArgumentTypeError(f"{text!r} is not FILE:X, such as happy.gguf:0.8")
+
+
 def size(text: str) -> int:
     """Parse a number of bytes with the unit B, KB, MB or GB."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]?)B?", text.upper())

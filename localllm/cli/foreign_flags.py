@@ -119,7 +119,7 @@ ABSENT = split_names(
         "--include-weights --exclude-weights": "--imatrix applies to all tensors in its file",
         "--lora": "localllm merge MODEL OUTPUT --lora ADAPTER writes a model with the adapter in its weights",
         "--lora-scaled": "use --lora ADAPTER=X instead",
-        "--control-vector --special": _NOT_HERE,
+        "--special": _NOT_HERE,
         "--sampling-seq --sampler-seq": "--samplers accepts names, such as --samplers 'top_k;top_p;temperature'",
         "--prompt-cache --prompt-cache-all --slot-save-path": "localllm chat saves chats, see --continue",
         "--rope-scaling --rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx": _IN_FILE,

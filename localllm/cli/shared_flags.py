@@ -13,6 +13,7 @@ from localllm.cli.argument_types import (
     logit_bias,
     model_file,
     reader,
+    scaled_vector,
     share,
     text_file,
     token_limit,
@@ -149,6 +150,24 @@ RUNNING = [
 LORA = several(
     "--lora ADAPTER[=X]", "low-rank adapter, a GGUF file or a PEFT folder, and its scale (default: 1)", share
 )
+#: Control vectors, in llama.cpp's form.
+STEERING = [
+    several(
+        "--control-vector FILE",
+        "control vector, a GGUF file, to add to the outputs of layers",
+        lambda path: (Path(path), 1.0),
+        dest="control_vectors",
+    ),
+    several("--control-vector-scaled FILE:X", "control vector to add X times", scaled_vector, dest="control_vectors"),
+    flag(
+        "--control-vector-layer-range FIRST",
+        "first and last layer that control vectors change (default: all layers of the file)",
+        whole(0),
+        nargs=2,
+        metavar=("FIRST", "LAST"),
+        dest="control_vector_layers",
+    ),
+]
 
 ENDING = [
     *options(CheckedOptions, "max_tokens", type=token_limit),

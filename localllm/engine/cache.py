@@ -26,7 +26,7 @@ Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAtten
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -86,10 +86,10 @@ class PagedCache:
         # Maximum of sequences. One state slot is reserved for copies within a step. Without states only the
         # number of pages limits the sequences.
         self.max_sequences = max(1, storage.n_states - 1) if storage.n_states else self.n_pages
-        self.root = Block([])  # root of the prefix tree without adapters
-        #: Prefix tree per adapter scales, because adapters change keys and values. Weak, because scales are arbitrary
-        #: numbers of requests: a root disappears with the last of its blocks.
-        self._roots: WeakValueDictionary[tuple[float, ...], Block] = WeakValueDictionary()
+        self.root = Block([])  # root of the prefix tree without adapters and edits
+        #: Prefix tree per key of adapter scales and edits, which change keys and values. Weak, because requests
+        #: choose arbitrary scales and edits: a root disappears with the last of its blocks.
+        self._roots: WeakValueDictionary[tuple[Hashable, ...], Block] = WeakValueDictionary()
         self._roots[()] = self.root
 
     @property
@@ -112,18 +112,18 @@ class PagedCache:
     def begin(
         self,
         ids: Sequence[int],
-        adapters: tuple[float, ...] = (),
+        key: tuple[Hashable, ...] = (),
         *,
         branch_point: int | None = None,
         shareable: bool = True,
     ) -> CachedSequence:
-        """Return a new sequence with the longest usable prefix of ``ids`` that is cached for the same adapters.
+        """Return a new sequence with the longest usable prefix of ``ids`` that is cached for the same key.
 
         Args:
             branch_point: the number of tokens that later sequences most likely share; defaults to all.
             shareable: if False, the sequence starts empty, and other sequences do not reuse its tokens.
         """
-        root = self._root_of(adapters) if shareable else Block([])
+        root = self._root_of(key) if shareable else Block([])
         sequence = CachedSequence(len(self._free), len(ids) if branch_point is None else branch_point, root)
         for blocks, n in self._beginnings(sequence, ids):
             if self._holds_windows(blocks, n) and self._begin_with(sequence, blocks, list(ids[:n])):
@@ -146,12 +146,12 @@ class PagedCache:
             cached.pop()
             blocks.pop()
 
-    def n_pages_to_begin(self, ids: Sequence[int], n_tokens: int, adapters: tuple[float, ...] = ()) -> int:
+    def n_pages_to_begin(self, ids: Sequence[int], n_tokens: int, key: tuple[Hashable, ...] = ()) -> int:
         """Return the number of available pages for a new sequence of ``n_tokens``.
 
         Cached pages of ``ids`` that other sequences use are shared and not counted.
         """
-        cached = self._find_full(CachedSequence(0, 0, self._root_of(adapters)), ids)
+        cached = self._find_full(CachedSequence(0, 0, self._root_of(key)), ids)
         return -(-n_tokens // self.page_size) - sum(block.n_users[0] > 0 for block in cached)
 
     def has_windows_for(self, lengths: Iterable[int], n_new: int) -> bool:
@@ -254,7 +254,7 @@ class PagedCache:
     # -- Saving and restoring (`localllm.engine.saved_prompts`) -----------------------------------------------------
 
     def blocks(self) -> list[Block]:
-        """Return all blocks of the tree without adapters: parents before children, most recently used first."""
+        """Return all blocks of the tree without adapters and edits: parents before children, recently used first."""
         used, below = [], [self.root]
         while below:
             children = [child for child in below.pop().children.values() if child.n_users[0]]
@@ -342,8 +342,8 @@ class PagedCache:
     def _block_before(self, sequence: CachedSequence, i: int) -> Block:
         return sequence.blocks[i - 1] if i else sequence.root
 
-    def _root_of(self, adapters: tuple[float, ...]) -> Block:
-        return self._roots.setdefault(adapters, Block([]))
+    def _root_of(self, key: tuple[Hashable, ...]) -> Block:
+        return self._roots.setdefault(key, Block([]))
 
     def _end_of(self, sequence: CachedSequence) -> tuple[Block, int]:
         """Return the block of the last token, and the number of its tokens up to that one."""

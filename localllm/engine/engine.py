@@ -110,6 +110,7 @@ class Engine:
         self.n_vocab = runner.n_vocab
         self.max_tokens = runner.max_tokens  # most tokens per step
         self.width = runner.width  # values per output row: logits, or dimensions of an embedding
+        self.graph = runner.graph  # with the names of values that requests can read and change
         self.drafts_by = None if draft_model is None else draft_model.kind  # "draft", "mtp" or None
         self._max_waiting = max_waiting
         self._process = Process()
@@ -194,7 +195,7 @@ class Engine:
         process.engines.check(waits=True)
         if threading.current_thread() is self._thread:
             raise UsageError(
-                "a logits processor runs in the model's own thread and cannot wait for the same model: "
+                "a logits processor or a hook runs in the model's own thread and cannot wait for the same model: "
                 "call the model from another thread"
             )
 
@@ -286,7 +287,9 @@ class EngineLoop:
     # -- Messages --------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        if request.speculate == "lookup":
+        if request.probe is not None:  # rejected drafts would be read or changed
+            request.drafter = None
+        elif request.speculate == "lookup":
             request.drafter = LookupDrafter(self._cost, request.draft_max, request.draft_always)
         elif request.media.placed:  # draft models do not see images
             request.drafter = None
@@ -362,6 +365,13 @@ class EngineLoop:
         batch = self._scheduler.next_batch()
         if not batch:
             return self._encoding.is_busy
+        for group in _by_program(batch):
+            self._evaluate(group, begin)
+        self._wait_for_choices(batch)
+        return True
+
+    def _evaluate(self, batch: Sequence[Scheduled], begin: float) -> None:
+        """Evaluate requests of the same program, and deliver their results. ``begin``: start of the step."""
         chunks = [scheduled.chunk() for scheduled in batch]
         evaluating = time.perf_counter()
         for scheduled in batch:
@@ -377,7 +387,7 @@ class EngineLoop:
         except BaseException as error:
             for scheduled in batch:
                 self._end(scheduled.request, error=error)
-            return True
+            return
         seconds = time.perf_counter() - evaluating
         n_tokens = sum(len(chunk.ids) for chunk in chunks)
         n_decoding = sum(scheduled.request.is_decoding for scheduled in batch)
@@ -397,6 +407,10 @@ class EngineLoop:
             try:
                 if i in failed:
                     raise failed[i]
+                if chunk.probe is not None:
+                    if chunk.probe.error is not None:
+                        raise chunk.probe.error
+                    self.runner.report_values(chunk, tokens, rows)
                 reason = self._take_results(scheduled, logits, rows, begin)
                 if reason is None and isinstance(scheduled.request.drafter, MTPDrafter):
                     hidden = self.runner.hidden_rows()[tokens]
@@ -407,8 +421,6 @@ class EngineLoop:
             else:
                 if reason is not None:
                     self._end(scheduled.request, reason)
-        self._wait_for_choices(batch)
-        return True
 
     def _count(self) -> None:
         self.counts.running = len(self._scheduler.running)
@@ -576,6 +588,17 @@ class EngineLoop:
             error.__cause__ = cause
         self._count()  # before the end is reported, so that a caller with a complete reply sees current counters
         request.output.end(error)
+
+
+def _by_program(batch: list[Scheduled]) -> Iterable[list[Scheduled]]:
+    """Divide a batch by program: the model's program, and programs that read or change values."""
+    if all(scheduled.request.probe is None for scheduled in batch):
+        return [batch]
+    groups: dict[object, list[Scheduled]] = {}
+    for scheduled in batch:
+        probe = scheduled.request.probe
+        groups.setdefault(None if probe is None else probe.program, []).append(scheduled)
+    return groups.values()
 
 
 def _row(logits: NDArray[np.float32] | TopK, row: int) -> NDArray[np.float32]:

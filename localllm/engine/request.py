@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Set
+from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from localllm.engine.cache import CachedSequence
 from localllm.engine.drafting import Drafter, Drafts
 from localllm.engine.media import NO_MEDIA, Embeddings, PromptMedia
+from localllm.engine.probe import Probe
 from localllm.options.types import DEFAULT_DRAFTS, Priority
 from localllm.sampling import Choice, Sampler
 
@@ -127,6 +128,7 @@ class Request:
     draft_always: bool = False  # draft even if the cost model expects no gain
     adapters: tuple[float, ...] = ()  # scale of each loaded LoRA adapter; empty: base model
     media: PromptMedia = NO_MEDIA  # images and audio in the prompt; ``tokens`` holds their `PreparedMedia.ids`
+    probe: Probe | None = None  # values inside the model that the request reads or changes
 
     # State, changed by the engine thread
     finish_reason: FinishReason | None = None  # None while running and after an error
@@ -168,8 +170,15 @@ class Request:
 
     @property
     def n_reusable(self) -> int:
-        """Number of leading tokens that may come from the cache. Later tokens must be evaluated for their logits."""
-        return min(len(self.tokens) - 1, self.logits_from) if self.sampler is None else len(self.tokens) - 1
+        """Number of leading tokens that may come from the cache. Later tokens must be evaluated for their values."""
+        n = min(len(self.tokens) - 1, self.logits_from) if self.sampler is None else len(self.tokens) - 1
+        return min(n, self.probe.values_from) if self.probe is not None and self.probe.watched else n
+
+    @property
+    def cache_key(self) -> tuple[Hashable, ...]:
+        """Key of everything that changes keys and values in the cache: adapters, and edits of values."""
+        key = None if self.probe is None else self.probe.key
+        return self.adapters if key is None else (*self.adapters, key)
 
     @property
     def branch_point(self) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence, Launched, PagedCache, n_window_pages
 from localllm.engine.media import NO_MEDIA, Embeddings, PromptMedia
+from localllm.engine.probe import Probe
 from localllm.kernels.backend import Backend, Batch, ExpertReads, HostOutput, Output, Step, TopK
-from localllm.kernels.graph import Graph, Value
+from localllm.kernels.graph import Graph, Rows, Tensor, Value
+from localllm.kernels.variants import graph_variant
 
 #: Default for the most tokens per step. A backend may choose more (`Backend.step_tokens`).
 MAX_TOKENS = Backend.step_tokens
@@ -21,6 +25,9 @@ MAX_TOKENS = Backend.step_tokens
 KEPT_ENDS, KEPT_BYTES = 2, 256 << 20
 #: Length of a short prompt or reply, in tokens.
 _SHORT_TURN = 128
+
+#: Most programs that read or change values which are kept. Each takes the memory of a step's activations.
+KEPT_VARIANTS = 4
 
 #: Most bytes of logits that a step computes.
 MAX_LOGITS_BYTES = 32 << 20
@@ -41,6 +48,7 @@ class BatchItem:
     # Images of the sequence, and embeddings by image key for the images in the chunk
     media: PromptMedia = NO_MEDIA
     embeddings: Mapping[bytes, Embeddings] = field(default_factory=dict)
+    probe: Probe | None = None  # values that the request reads or changes; the same program for a whole batch
 
     def embedded(self) -> Iterator[tuple[range, Embeddings]]:
         """Yield token indices in the chunk, and their embeddings, for each image in the chunk."""
@@ -83,11 +91,13 @@ class ModelRunner:
         has_axes: bool = False,
         has_spans: bool = False,
         hidden: Value | None = None,
+        graph: Graph | None = None,
     ) -> None:
         """
         Args:
             step: compiled for ``min(max_tokens, context)`` tokens and their `max_outputs`.
             width: values per output row; default: ``n_vocab``.
+            graph: graph of ``step``, for requests that read or change its values; default: no request does.
         """
         self.context = context  # context length
         self.n_vocab = n_vocab
@@ -101,7 +111,10 @@ class ModelRunner:
         self.max_top_k = step.max_top_k
         self.cache = PagedCache(step.cache)
         self.hidden = hidden  # hidden states that drafters read after a step
+        self.graph = Graph() if graph is None else graph
         self._step = step
+        #: Programs that read or change values, and the watched values by name; the last used ones.
+        self._variants: OrderedDict[Hashable, tuple[Step, dict[str, Value]]] = OrderedDict()
         self._n_launched = 0
         self._launch: _Launch | None = None
 
@@ -114,9 +127,12 @@ class ModelRunner:
         largest ``top_k`` logits of each row, and all logits of the rows in ``full_rows``. The result is memory of the
         backend, valid until the next call.
         """
-        launch, self._launch = self._launch, None
         for chunk in chunks:
             chunk.sequence.is_ahead = True
+        if (probe := chunks[0].probe) is not None:
+            step = self.variant(probe)[0]
+            return step(replace(self._batch(chunks), edit=partial(self._edit, chunks)))
+        launch, self._launch = self._launch, None
         if not 0 < top_k <= self.max_top_k or full_rows or not self._step.chooses_ahead:
             batch = self._batch(chunks)
             return self._step.top_k(batch, top_k, full_rows) if 0 < top_k <= self.max_top_k else self._step(batch)
@@ -137,6 +153,56 @@ class ModelRunner:
     @property
     def expert_reads(self) -> ExpertReads | None:
         return self._step.expert_reads
+
+    def variant(self, probe: Probe) -> tuple[Step, dict[str, Value]]:
+        """Return the program that reads and changes the values of a request, and its watched values by name.
+
+        Programs are compiled when they are needed first. The last `KEPT_VARIANTS` are kept.
+        """
+        program = probe.program
+        if program not in self._variants:
+            while len(self._variants) >= KEPT_VARIANTS:
+                self._variants.popitem(last=False)
+            graph, values = graph_variant(self.graph, *program)
+            self._variants[program] = self._step.variant(graph), values
+        self._variants.move_to_end(program)
+        return self._variants[program]
+
+    def report_values(self, chunk: BatchItem, tokens: slice, outputs: slice) -> None:
+        """Report the values that a chunk's request reads, after its step.
+
+        Args:
+            tokens, outputs: rows of the chunk among the batch's tokens, and among its outputs.
+        """
+        assert chunk.probe is not None
+        step, values = self.variant(chunk.probe)
+        rows = {
+            name: step.value(values[name])[outputs if self._is_of_outputs(name) else tokens]
+            for name in chunk.probe.watched
+        }
+        chunk.probe.report(chunk.start + len(chunk.ids), rows)
+
+    def _is_of_outputs(self, name: str) -> bool:
+        """Return whether a value has a row per output instead of a row per token."""
+        value = self.graph.names[name].value
+        return isinstance(value, Tensor) and value.rows is Rows.OUTPUTS
+
+    def _edit(
+        self,
+        chunks: Sequence[BatchItem],
+        name: str,
+        rows: NDArray[np.float32],
+        base: NDArray[np.float32] | None,
+    ) -> None:
+        """Let each request of a batch change its rows of a value."""
+        first, of_outputs = 0, self._is_of_outputs(name)
+        for chunk in chunks:
+            n = chunk.n_outputs if of_outputs else len(chunk.ids)
+            part, stop = slice(first, first + n), chunk.start + len(chunk.ids)
+            first += n
+            assert chunk.probe is not None
+            own_base = None if base is None else base[part]
+            chunk.probe.apply(name, rows[part], own_base, np.arange(stop - n, stop))
 
     def _begin(self, chunks: Sequence[BatchItem], top_k: int, n_chosen: int = 0) -> Output:
         return self._step.run(replace(self._batch(chunks), top_k=top_k, n_chosen=n_chosen))

@@ -67,6 +67,7 @@ class Scheduled:
             draws if goes_on else (),
             request.media,
             request.embeddings,
+            request.probe,
         )
 
 
@@ -178,14 +179,14 @@ class Scheduler:
             waiting.remove(request)
             n_running[request.client] += 1
             reusable = request.tokens[: request.n_reusable]
-            n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens), request.adapters)
+            n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens), request.cache_key)
             while self.running and not self._fits(request, n_pages):
                 paused = self._paused()
                 if paused is None:
                     return
                 self._preempt(paused)
             self.waiting.remove(request)
-            request.sequence = self._cache.begin(reusable, request.adapters, branch_point=request.branch_point)
+            request.sequence = self._cache.begin(reusable, request.cache_key, branch_point=request.branch_point)
             request.count_cached()
             insort(self.running, request, key=attrgetter("rank"))
 

@@ -524,6 +524,7 @@ def _load(
         hidden=source.hidden,
         has_axes=graph.has_axes,
         has_spans=graph.has_spans,
+        graph=graph,
     )
     notices = _plan_warnings(planner, placement, options) + _larger_weights(planner.name, placement, loaded)
     return runner, info, notices

@@ -30,7 +30,7 @@ from localllm.options.types import DEFAULT_DRAFTS, MAX_DRAFTS, Overflow, Specula
 
 if TYPE_CHECKING:
     from localllm.kernels.graph import CacheType
-    from localllm.options.types import LoadProgress, LogitsProcessor, Priority, Progress
+    from localllm.options.types import Hook, LoadProgress, LogitsProcessor, OnValues, Priority, Progress
 
 _Documented = TypeVar("_Documented")
 
@@ -148,6 +148,13 @@ def _text_with_content(value: object) -> str | None:
     return value if isinstance(value, str) and value.strip() else None
 
 
+def _read_steer(value: object) -> tuple[Any, ...] | None:
+    """Return vectors and `localllm.Steering` as a tuple. `LLM` checks them."""
+    if isinstance(value, Mapping) or hasattr(value, "vectors"):
+        return (value,)
+    return tuple(value) if isinstance(value, list | tuple) else None
+
+
 _PROBABILITY = _number(0.0, "a number from 0 to 1", 1.0)
 _ANY_NUMBER = _number(-_MAX, "a finite number")
 _NOT_NEGATIVE = _number(0.0, "a finite number of at least 0")
@@ -188,6 +195,12 @@ _REGEX = OptionKind("a non-empty regular expression", _text_with_content, metava
 _GRAMMAR = OptionKind("a grammar in Lark's or llama.cpp's notation", _text_with_content, metavar="TEXT", json=str)
 _SHARES = OptionKind("a mapping of adapters' names to finite numbers", _mapping_of(_NAME, _ANY_NUMBER.read))
 _ADAPTERS = OptionKind("a mapping of names to the paths of adapters", _mapping_of(_NAME, _PATH.read))
+_WATCH = OptionKind("a name of a value inside the model, or a list of names", STOPS.read)
+_STEER = OptionKind("a mapping of names to vectors, a Steering, or a list of Steering", _read_steer)
+_HOOKS = OptionKind(
+    "a mapping of names of values to functions",
+    _mapping_of(_NAME, lambda value: value if callable(value) else None),
+)
 _BIASES = OptionKind(
     "a mapping of token ids to finite numbers or -inf",
     _mapping_of(_whole(0).read, _number(-math.inf, "").read),
@@ -717,6 +730,32 @@ class CheckedOptions(_Checked):
         _SECONDS,
         "maximum seconds for the text, including the time in the queue.  After it, ``finish_reason`` is 'timeout'",
         none="no limit",
+    )
+    watch: tuple[str, ...] = _call_option(
+        (),
+        _WATCH,
+        "names of values inside the model (`LLM.graph`) that ``on_values`` receives for each generated token.  ``*`` "
+        "matches any layer.  As with ``steer`` and ``hooks``, no tokens are drafted.",
+    )
+    on_values: OnValues | None = _call_option(
+        None,
+        _of_type("a function of positions and values", Callable),
+        "called in the model's thread with the positions of tokens and the rows of each value in ``watch``, starting "
+        "with the last token of the prompt",
+        none="nothing",
+    )
+    steer: tuple[Any, ...] = _call_option(
+        (),
+        _STEER,
+        "vectors that change values inside the model: {'layers.10.output': vector} adds a vector, and "
+        "`localllm.Steering` also removes, limits or replaces",
+    )
+    hooks: Mapping[str, Hook] | None = _call_option(
+        None,
+        _HOOKS,
+        "functions that change values inside the model: {'layers.10.output': f} calls f(rows, positions), which "
+        "returns new rows or None.  They run in the model's thread, and slow down only this request.",
+        none="no hooks",
     )
 
     @classmethod

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from localllm.options.declared import CheckedOptions, Sampling, describes
-from localllm.options.types import LogitsProcessor, Overflow, Priority, Progress, Speculate
+from localllm.options.types import Hook, LogitsProcessor, OnValues, Overflow, Priority, Progress, Speculate
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -68,3 +68,7 @@ class Options(SamplingOptions, total=False):
     timeout: float | None
     client: str
     adapters: Mapping[str, float] | None
+    watch: str | Sequence[str]
+    on_values: OnValues | None
+    steer: Mapping[str, Any] | Sequence[Any] | object
+    hooks: Mapping[str, Hook] | None

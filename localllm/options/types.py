@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:  # the command line's help should not wait for numpy
+    from typing import Any
+
     import numpy as np
     import numpy.typing as npt
 
@@ -28,6 +30,13 @@ Progress = Callable[[int, int], object]
 #: Called with the token ids of prompt and reply (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``,
 #: which may be changed in place).  Returns the new logits (float32 ``[n_vocab]``).
 LogitsProcessor: TypeAlias = "Callable[[npt.NDArray[np.int32], npt.NDArray[np.float32]], npt.NDArray[np.float32]]"
+
+#: Changes rows of a value inside the model.  Arguments: rows (float32 ``[n_tokens, width]``) and their positions
+#: (int64 ``[n_tokens]``).  Returns the new rows, or None to keep them.
+Hook: TypeAlias = "Callable[[npt.NDArray[np.float32], npt.NDArray[np.int64]], npt.ArrayLike | None]"
+
+#: Receives values inside the model: positions of tokens (int64 ``[n_tokens]``), and rows by the value's name.
+OnValues: TypeAlias = "Callable[[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]], object]"
 
 #: Called while a model is loaded: "weights" with packed and total bytes, or "kernels" with the numbers of compiled
 #: and of all kernels.  Kernels are compiled at the first start on a machine.

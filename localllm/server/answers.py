@@ -157,6 +157,7 @@ class GenerationFields(_Options):
     max_tokens: int | None = None
     stream: bool = False
     lora: list[LoraScale] | None = None
+    steering: dict[str, float] | None = None  # factors on the vectors of ``--steering``, by name
     return_progress: bool = False
     timings_per_token: bool = False
     verbose: bool = False
@@ -184,6 +185,8 @@ class GenerationFields(_Options):
         options |= self.token_budget()
         if self.lora is not None:
             options["adapters"] = self.lora  # `Dispatcher.begin` converts numbers to names
+        if self.steering is not None:
+            options["steer"] = self.steering  # `Dispatcher.begin` converts names to vectors
         for name in ("stop", "dry_sequence_breakers"):
             values = options.get(name, ())
             values = tuple(value for value in ([values] if isinstance(values, str) else values) if value)

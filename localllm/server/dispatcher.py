@@ -17,6 +17,7 @@ from starlette.requests import Request
 from localllm.cancellation import cancellable, check_cancelled
 from localllm.errors import Argument, ClosedError, UsageError
 from localllm.generation.completion import Stream
+from localllm.inspection.steering import Steering
 from localllm.llm import LLM
 from localllm.server.answers import (
     MAX_REPLIES,
@@ -94,6 +95,9 @@ class Dispatcher:
         model = self.models.find(job.model)
         if scales is not None or model.adapters:  # otherwise the model's defaults
             job.options["adapters"] = adapter_scales(model, scales)
+        factors = job.options.pop("steer", None)
+        if factors is not None:
+            job.options["steer"] = vectors(self.models.steering, factors) if factors else ()
         client: str = request.state.client
         if "x-priority" in request.headers:
             job.options.setdefault("priority", request.headers["x-priority"])
@@ -268,3 +272,15 @@ def adapter_scales(model: ServedModel, scales: list[LoraScale] | None) -> dict[s
         if not math.isfinite(adapter.scale):
             raise HTTPError(400, f"lora: the scale of adapter {adapter.id} is not finite")
     return dict.fromkeys(paths, 0.0) | {paths[adapter.id]: adapter.scale for adapter in scales}
+
+
+def vectors(steering: Mapping[str, Steering], factors: Mapping[str, float]) -> list[Steering]:
+    """Return the server's vectors ``steering`` that a request names, times its factors."""
+    if not steering:
+        raise HTTPError(400, "steering: this server has no vectors: start it with --steering DIR")
+    for name, factor in factors.items():
+        if name not in steering:
+            raise HTTPError(400, f"steering: there is no vector {name!r:.80}, the vectors are {', '.join(steering)}")
+        if not math.isfinite(factor):
+            raise HTTPError(400, f"steering: the factor of {name} is not finite")
+    return [steering[name].scaled(factor) for name, factor in factors.items()]

@@ -17,6 +17,7 @@ from localllm.catalog.demo import demo_path
 from localllm.catalog.file_details import Details, DetailsReader
 from localllm.engine.engine import Counts
 from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
+from localllm.inspection.steering import Steering
 from localllm.llm import LLM
 from localllm.options.types import LoadProgress
 
@@ -127,6 +128,7 @@ class Models:
         prompts: Path | None = None,
         context: int | None = None,
         has_media_file: bool = False,
+        steering: Mapping[str, Steering] = MappingProxyType({}),
         log: Callable[[str], object] = lambda line: None,
     ) -> None:
         """Create the table of models, without loading a model.
@@ -139,6 +141,7 @@ class Models:
             tags: tags of the first model.
             takes_any_name: whether an unknown name selects the first model.
             adapters, context, has_media_file: as in `Preset`, for sources without a `Preset`.
+            steering: vectors that requests can add, by name.
         """
         aliases = sorted(aliases)
         self.served: dict[str, ServedModel] = {}  # by name; the first is the default
@@ -157,6 +160,7 @@ class Models:
         # n_loads: number of loads of all models
         # prompts: folder for the evaluated prompts of unloaded models; None if they are not saved
         self.n_loads, self.prompts = 0, prompts
+        self.steering = steering
         self.is_closed = False  # no model is loaded after this
         self.log = log  # called with messages about loading and unloading
         self.describe: Callable[[LLM], dict[str, Any]] = lambda llm: {}  # returns ``props``

@@ -471,6 +471,19 @@ def gated(activation: str) -> Case:
     )
 
 
+@cases(has_base=(False, True))
+def host_edit(has_base: bool) -> Case:
+    def edit(name: str, x: Array, base: Array | None) -> None:
+        x[:] = 2 * x if base is None else 2 * x + base
+
+    return Case(
+        lambda graph, x, *base: graph.add(operations.HostEdit(graph.add(operations.Scale(x, 3.0)), "x", *base)),
+        [rows(100), rows(100, 1)][: 1 + has_base],
+        lambda x, *base: 6 * x + sum(base),
+        completed=lambda batch: replace(batch, edit=edit),
+    )
+
+
 @cases(activation=HEAD_GATES)
 def head_gate(activation: str) -> Case:
     function, bounds = GATES[activation]

@@ -16,7 +16,7 @@ NAMES = """
     LLM ChatTemplate Choice Chunk ClosedError Completion ContextLengthError DeviceError DeviceLostError
     DeviceMemoryError Drafts ExpertReadError GGUFError GGUFFile GrammarError HubError KernelError LocalLLMError
     ModelError ModelInfo ModelNotFoundError NotEnoughMemoryError Options OutputError PromptCacheError QueueFullError
-    Sampling Score SettingsError StoreError Stream TemplateError Timings Tokenizer TokenizerError
+    Sampling Score SettingsError Steering StoreError Stream TemplateError Timings Tokenizer TokenizerError
     UnsupportedArchitectureError Usage UsageError __version__ load
 """
 PUBLIC = NAMES.split()

@@ -15,6 +15,7 @@ from localllm.cli.shared_flags import (
     RUNNING,
     SAMPLING,
     SPECULATION,
+    STEERING,
     SYSTEM,
 )
 
@@ -35,6 +36,7 @@ COMMAND = Command(
         *RUNNING,
         *MEDIA,
         LORA,
+        *STEERING,
         "conversation",
         flag("--plain", "chat line by line instead of in the full-screen app"),
         [

@@ -25,6 +25,7 @@ from localllm.cli.shared_flags import (
     RUNNING,
     SAMPLING,
     SPECULATION,
+    STEERING,
     SYSTEM,
     options,
 )
@@ -132,6 +133,13 @@ def generation_options(arguments: argparse.Namespace, settings: Settings) -> dic
     options["logit_bias"] = dict(arguments.logit_bias)
     if adapters := values.get("lora"):
         options["adapters"] = {str(path): share for path, share in adapters}
+    if vectors := values.get("control_vectors"):
+        from localllm.inspection.steering import Steering  # imported here: few command lines steer
+
+        layers = values["control_vector_layers"]
+        options["steer"] = [Steering.from_gguf(path, scale, layers=layers) for path, scale in vectors]
+    elif values.get("control_vector_layers"):
+        raise UsageError("--control-vector-layer-range needs --control-vector: add it")
     if breakers := options.get("dry_sequence_breakers"):
         options["dry_sequence_breakers"] = [text(b, "--dry-sequence-breaker") for b in breakers if b != "none"]
     return {**settings.sampling, **options}
@@ -359,6 +367,7 @@ COMMAND = Command(
         *RUNNING,
         *MEDIA,
         LORA,
+        *STEERING,
         "prompt",
         flag("-p --prompt TEXT", "the prompt; - reads standard input"),
         flag("-f --file FILE", "read the prompt from a file"),

@@ -1,4 +1,5 @@
-"""``localllm inspect``: show the contents of a GGUF file, or the devices and memory that its model would use.
+"""``localllm inspect``: show the contents of a GGUF file, the devices and memory that its model would use, or the
+values inside the model.
 
 Reads the header, the metadata and the tensor table, but no weights.
 """
@@ -54,6 +55,9 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.plan:
             _show_plan(file, arguments)
             return
+        if arguments.graph is not None:
+            _show_graph(file, arguments)
+            return
         if arguments.json:
             print(json.dumps(as_json(file, arguments), ensure_ascii=False, allow_nan=False))
             return
@@ -107,6 +111,19 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
             print(clean(line))
     for message in plan.notices:
         warn(message.worded(in_flags))
+
+
+def _show_graph(file: GGUFFile, arguments: argparse.Namespace) -> None:
+    # Imported here: importing the operations of models takes longer than reading a file.
+    from localllm.inspection.names import ValueNames
+    from localllm.models.registry import read_model
+
+    names = ValueNames(read_model(file).graph)
+    if arguments.json:
+        values = {name: {"rows": shape.rows, "width": shape.width} for name, shape in names.items()}
+        print(json.dumps({"files": [str(path) for path in file.paths], "values": values}))
+    else:
+        print(names.mermaid() if arguments.graph == "mermaid" else names)
 
 
 def _draft_lines(plan: Plan, name: object) -> Iterator[str]:
@@ -256,6 +273,12 @@ COMMAND = Command(
             flag("--metadata", "show only the metadata"),
             flag("--tensors", "show only the tensors"),
             flag("--plan", "show the devices that the model would use, and the memory it would take"),
+            flag(
+                "--graph text|mermaid",
+                "show the names and shapes of the values inside the model, as text or as a Mermaid diagram",
+                nargs="?",
+                const="text",
+            ),
         ],
         flag("--full", "show long strings and arrays in full"),
         JSON,

@@ -27,7 +27,7 @@ from localllm.cli.defaults import (
 from localllm.cli.local_server import KEY_VARIABLE
 from localllm.cli.parser import LEFT_OUT, Command, flag, parser_of, several
 from localllm.cli.presets import apply_preset, ollama_preset, read_presets
-from localllm.cli.shared_flags import ENDING, LORA, MEDIA, PRESETS, RUNNING, SAMPLING, options
+from localllm.cli.shared_flags import ENDING, LORA, MEDIA, PRESETS, RUNNING, SAMPLING, STEERING, options
 from localllm.console import say, warn
 from localllm.errors import LocalLLMError, UsageError, path_text
 from localllm.files import expanded, private_folder, read_text
@@ -35,6 +35,7 @@ from localllm.options.declared import CheckedOptions, LoadOptions
 from localllm.options.settings import Settings
 
 if TYPE_CHECKING:
+    from localllm.inspection.steering import Steering
     from localllm.llm import LLM
     from localllm.options.types import LoadProgress
     from localllm.server.app import App
@@ -153,9 +154,18 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         prompts=_folder("--prompt-cache", arguments.prompts),
         context=arguments.context,
         has_media_file=arguments.mmproj is not None,
+        steering=_steering(arguments),
         log=(lambda line: None) if arguments.quiet else say,
     )
     return models, bool(requested or presets)
+
+
+def _steering(arguments: argparse.Namespace) -> dict[str, Steering]:
+    if arguments.steering is None:
+        return {}
+    from localllm.inspection.steering import read_folder
+
+    return read_folder(arguments.steering)
 
 
 def _adapters(arguments: argparse.Namespace) -> dict[str, float]:
@@ -368,6 +378,12 @@ COMMAND = Command(
         *RUNNING,
         *MEDIA,
         LORA,
+        *STEERING,
+        flag(
+            "--steering DIR",
+            'let requests add the control vectors in this folder: "steering": {"happy": 0.8} for happy.gguf',
+            Path,
+        ),
         *options(LoadOptions, "draft_model", type=model_file),
         flag(
             "-np --parallel N",

@@ -1,0 +1,70 @@
+"""Variants of a graph that let the host read and change named values (`localllm.kernels.graph.Graph.names`).
+
+A variant computes the same operations over the same weights. It only adds operations: copies of the values to read,
+and `HostEdit` where the host changes a value. Other values therefore keep their bits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+
+from localllm.errors import KernelError
+from localllm.kernels.graph import Graph, Tensor, Value
+from localllm.kernels.operations import Add, HostEdit, Scale
+
+
+def graph_variant(graph: Graph, watched: Collection[str], edited: Collection[str]) -> tuple[Graph, dict[str, Value]]:
+    """Return a graph that also keeps the values ``watched`` and lets the host change the values ``edited``.
+
+    Also returns the watched value of each name, for `localllm.kernels.backend.Step.value`. A value that is read and
+    changed is read after the change.
+    """
+    new = Graph(graph.cache_type, graph.rounds_floats, [], graph.caches, graph.states, graph.windows)
+    new.caches_of, new.token_ids = graph.caches_of, graph.token_ids
+    renewed: dict[Value, Value] = {}
+    copies: dict[Value, Tensor] = {}
+    values: dict[str, Value] = {}
+    names: dict[Value, list[str]] = defaultdict(list)
+    for name in graph.names:
+        if name in watched or name in edited:
+            names[graph.names[name].value].append(name)
+    bases = {graph.names[name].base for of_value in names.values() for name in of_value}
+
+    def copy_of(value: Value) -> Tensor:
+        """Return a copy of the current value, which later operations do not overwrite."""
+        if value not in copies:
+            x = renewed[value]
+            assert isinstance(x, Tensor)
+            copies[value] = new.add(Scale(x))
+        return copies[value]
+
+    def edit(name: str, value: Value) -> None:
+        x, base = renewed[value], graph.names[name].base
+        if not isinstance(x, Tensor):
+            raise KernelError(f"{name} are numbers of experts, which cannot be changed: change the router's logits")
+        renewed[value] = new.add(HostEdit(x, name, None if base is None else copies[base]))
+
+    def watch(name: str, value: Value) -> None:
+        x, base = renewed[value], graph.names[name].base
+        if not isinstance(x, Tensor) or value is graph.result:  # kept without a copy
+            values[name] = x
+        else:
+            values[name] = copy_of(value) if base is None else new.add(Add(copies[base], x, -1.0))
+
+    for node in graph.nodes:
+        new.layer = node.layer
+        operation = node.operation.with_inputs(renewed)
+        new.add(operation)
+        renewed |= dict(zip(node.operation.results, operation.results, strict=True))
+        for value in node.operation.results:
+            for name in names.get(value, ()):
+                if name in edited:
+                    edit(name, value)
+            if value in bases:
+                copy_of(value)
+            for name in names.get(value, ()):
+                if name in watched:
+                    watch(name, value)
+    new.watched = {renewed[x] for x in graph.watched if x in renewed} | set(values.values())
+    return new, values

@@ -1,0 +1,130 @@
+"""Programs that read and change named values, on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.errors import DeviceError, KernelError
+from localllm.kernels.backend import Step
+from localllm.kernels.cuda.backend import CUDABackend
+from localllm.kernels.cuda.cupy_driver import open_driver
+from localllm.kernels.variants import graph_variant
+from localllm.quant.types import GGMLType
+from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
+from tests.helpers.recorder import CPUOps, ReferenceOps, SplitOps
+from tests.helpers.run_model import Runner, make_batch
+from tests.helpers.tiny_models import tiny_gguf
+
+Array = NDArray[Any]
+
+IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 12)]
+
+
+def _emulated() -> Any:
+    if reason := no_harness():
+        pytest.skip(reason)
+    return emulated_cuda()
+
+
+def _real() -> Any:
+    try:
+        return CUDABackend(open_driver(), 0)
+    except DeviceError as error:
+        pytest.skip(str(error))
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "reference": ReferenceOps,
+    "cpu": lambda: shared_by_threads(CPUOps(threads=2)),
+    "cuda-emulated": _emulated,
+    "cuda": _real,
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf(tmp_path_factory.mktemp("variants") / "m.gguf", "qwen3_moe", type=GGMLType.Q8_0)
+
+
+@pytest.fixture(params=MAKERS)
+def runner(request: pytest.FixtureRequest, path: Path) -> Runner:
+    return Runner(path, MAKERS[request.param](), n_pages=2, max_tokens=16)
+
+
+def run(step: Step, ids: list[int], past: int = 0, **more: Any) -> Array:
+    return step(replace(make_batch([(ids, past, [0])]), **more)).copy()
+
+
+def test_reading_all_values_leaves_all_bits(runner: Runner, path: Path) -> None:
+    graph, values = graph_variant(runner.model.graph, runner.model.graph.names, ())
+    step = runner.step.variant(graph)
+    expected = Runner(path, ReferenceOps(), n_pages=2)
+    theirs = graph_variant(expected.model.graph, expected.model.graph.names, ())
+    of_reference = expected.step.variant(theirs[0])
+    for ids, past in ((IDS[:7], 0), (IDS[7:11], 7), (IDS[11:], 11)):
+        logits = run(runner.step, ids, past)
+        np.testing.assert_array_equal(run(step, ids, past), logits)
+        run(of_reference, ids, past)
+        np.testing.assert_array_equal(step.value(values["logits"]), logits)
+        for name, value in values.items():
+            actual, right = step.value(value), of_reference.value(theirs[1][name])
+            assert actual.shape == right.shape, name
+            if name.endswith("experts"):
+                router = step.value(values[name.replace("experts", "router")])
+                np.testing.assert_array_equal(np.sort(actual), np.sort(np.argsort(-router)[:, :3]))
+                if not np.array_equal(np.sort(actual), np.sort(right)):
+                    break  # rounding changed the choice of experts
+            else:
+                assert np.linalg.norm(actual - right) < 0.1 * np.linalg.norm(right), name
+
+
+def test_edits_change_rows_and_what_follows(runner: Runner) -> None:
+    names = ["layers.0.output", "layers.1.attention", "layers.1.mlp", "logits"]
+    graph, values = graph_variant(runner.model.graph, [*names, "layers.1.input", "layers.1.output"], names)
+    step, seen = runner.step.variant(graph), list[str]()
+
+    def keep(name: str, x: Array, base: Array | None) -> None:
+        seen.append(name)
+
+    plain = run(runner.step, IDS)
+    np.testing.assert_array_equal(run(step, IDS, edit=keep), plain)
+    assert seen == names
+    before = {name: step.value(value).copy() for name, value in values.items()}
+
+    def change(name: str, x: Array, base: Array | None) -> None:
+        assert (base is not None) == name.endswith(("attention", "mlp"))
+        x[2:5] = base[2:5] if base is not None else 1.0 if name == "logits" else x[2:5, ::-1].copy()
+
+    logits = run(step, IDS, edit=change)
+    after = {name: step.value(value) for name, value in values.items()}
+    np.testing.assert_array_equal(logits[:2], plain[:2])
+    assert (logits[2:5] == 1).all()
+    np.testing.assert_array_equal(after["layers.0.output"][2:5], before["layers.0.output"][2:5, ::-1])
+    np.testing.assert_array_equal(after["layers.1.input"], after["layers.0.output"])
+    for name in ("layers.1.attention", "layers.1.mlp"):  # a block whose output was removed
+        assert not after[name][2:5].any()
+        np.testing.assert_array_equal(after[name][:2], before[name][:2])
+    np.testing.assert_array_equal(after["layers.1.output"][2:5], after["layers.1.input"][2:5])
+    assert not np.array_equal(after["layers.1.attention"][5:], before["layers.1.attention"][5:]), (
+        "later tokens see it"
+    )
+
+
+def test_a_split_model_has_no_variants(path: Path) -> None:
+    runner = Runner(path, SplitOps([(ReferenceOps(), 1), (ReferenceOps(), 2)]))
+    with pytest.raises(
+        KernelError, match=r"split over several devices cannot be read or changed: load it on one device$"
+    ):
+        runner.step.variant(runner.model.graph)
+
+
+def test_chosen_experts_are_not_edited(path: Path) -> None:
+    with pytest.raises(KernelError, match=r"layers.0.experts are numbers of experts, which cannot be changed"):
+        graph_variant(Runner(path, ReferenceOps()).model.graph, (), ["layers.0.experts"])

@@ -1,0 +1,81 @@
+"""Named values of every architecture, compared with the modules of transformers; and the bits of their programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.inspection.names import ValueNames
+from localllm.inspection.transformers_values import values_of
+from localllm.kernels.backend import Step
+from localllm.kernels.variants import graph_variant
+from tests.helpers.backends import shared_by_threads
+from tests.helpers.recorder import CPUOps, ReferenceOps
+from tests.helpers.run_model import Runner, make_batch
+from tests.models.test_transformers import IDS, model_of
+from tests.models.tiny import TINY, write
+
+pytest.importorskip("torch", reason="needs the extra 'reference'")
+pytest.importorskip("transformers", reason="needs the extra 'reference'")
+
+Array = NDArray[Any]
+
+
+def run(step: Step, ids: Sequence[int], past: int, n_pages: int = 8, **more: Any) -> Array:
+    """Return the logits of all tokens of one sequence."""
+    batch = make_batch([(ids, past, range(n_pages))])
+    tables = np.repeat(batch.block_tables, len(step.cache.windows), axis=0)
+    return step(replace(batch, block_tables=tables, **more)).copy()
+
+
+def traced(runner: Runner, names: Sequence[str], chunks: Sequence[slice] = (slice(None),)) -> dict[str, Array]:
+    """Return values at `IDS`, evaluated in chunks. The logits must have the bits of the program without names."""
+    graph, values = graph_variant(runner.model.graph, names, ())
+    step = runner.step.variant(graph)
+    rows: dict[str, list[Array]] = {name: [] for name in names}
+    for chunk in chunks:
+        ids, past = IDS[chunk], chunk.start or 0
+        states = [runner.cache.read(None, 0)] if runner.cache.n_states else []
+        logits = run(runner.step, ids, past)
+        for state in states:
+            runner.cache.write(None, 0, state)
+        np.testing.assert_array_equal(run(step, ids, past), logits)
+        for name in names:
+            rows[name].append(step.value(values[name]).copy())
+    return {name: np.concatenate(parts) for name, parts in rows.items()}
+
+
+def check(name: str, runner: Runner, limit: float) -> None:
+    names, n_layers = ValueNames(runner.model.graph), runner.model.config.n_layers
+    for i in range(n_layers):
+        of_layer = {value.split(".")[2] for value in names if value.startswith(f"layers.{i}.")}
+        assert {"input", "output"} <= of_layer
+        assert of_layer & {"attention", "recurrent", "mlp"} or name == "deci", "a layer without a named block"
+    theirs = values_of(model_of(name), IDS, names)
+    streams = {f"layers.{i}.{end}" for i in range(n_layers) for end in ("input", "output")}
+    assert theirs.keys() >= {"embedding", "logits", *streams} or name == "deci"  # its file has more layers
+    ours = traced(runner, [*names])
+    for value, expected in theirs.items():
+        error = np.abs(ours[value] - expected).max() / np.abs(expected).max()
+        assert error < limit, f"{value}: {error:.1e}"
+    chunked = traced(runner, [*names], (slice(0, 7), slice(7, 20), slice(20, None)))
+    for value, rows in ours.items():
+        np.testing.assert_array_equal(chunked[value], rows, err_msg=value)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_reference_has_the_values_of_transformers(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
+    check(name, Runner(path, ReferenceOps(np.float32)), 1e-3)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_cpu_has_the_values_of_transformers(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
+    check(name, Runner(path, shared_by_threads(CPUOps(threads=2))), 5e-3)
