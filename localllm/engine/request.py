@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Set
+from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence
 from localllm.engine.drafting import Drafter, Drafts
-from localllm.engine.media import NO_MEDIA, Embeddings, PromptMedia
+from localllm.engine.media import NO_MEDIA, Embeddings, PreparedMedia, PromptMedia
 from localllm.options.types import DEFAULT_DRAFTS, Priority
 from localllm.sampling import Choice, Sampler
 
@@ -130,6 +130,7 @@ class Request:
     draft_always: bool = False  # draft even if the cost model expects no gain
     adapters: tuple[float, ...] = ()  # scale of each loaded LoRA adapter; empty: base model
     media: PromptMedia = NO_MEDIA  # images and audio in the prompt; ``tokens`` holds their `PreparedMedia.ids`
+    scope: str = ""  # requests of different scopes share no cached tokens and images
 
     # State, changed by the engine thread
     finish_reason: FinishReason | None = None  # None while running and after an error
@@ -143,6 +144,9 @@ class Request:
     is_choosing: bool = False  # a sampling thread is choosing its next tokens; excluded from steps
     embeddings: dict[bytes, Embeddings] = field(default_factory=dict)  # of upcoming images and audio, by content key
     is_cancelled: bool = False  # set by any thread; takes effect before the next step
+    is_restoring: bool = False  # waits until blocks are read from disk; not admitted
+
+    notice: str = ""  # a problem with the prompt cache, for the user; set at the end
 
     # Statistics
     submitted_at: float = field(default_factory=time.perf_counter)
@@ -158,6 +162,15 @@ class Request:
 
     def __post_init__(self) -> None:
         self.n_prompt = len(self.tokens)
+
+    @property
+    def tree(self) -> Hashable:
+        """Identifies the requests that may share cached tokens."""
+        return (self.scope, self.adapters) if self.scope else self.adapters
+
+    def media_key(self, media: PreparedMedia) -> bytes:
+        """Return the key of an image in the cache of embeddings."""
+        return self.scope.encode() + media.key
 
     @property
     def rank(self) -> float:
