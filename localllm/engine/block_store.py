@@ -332,7 +332,7 @@ class BlockStore:
             try:
                 with open_regular(place.segment.path) as file:
                     return read_data(file, place.record)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, MemoryError) as error:
                 with self._lock:
                     if node.parts.get(part) is not place:  # moved to another segment
                         continue

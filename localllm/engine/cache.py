@@ -26,6 +26,7 @@ Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAtten
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -74,6 +75,7 @@ class PagedCache:
     def __init__(self, storage: Cache) -> None:
         self.storage = storage
         self.page_size = storage.page_size  # tokens per page
+        self._n_bytes_of = cache(storage.n_bytes_of)  # bytes of a page or slot
         self.n_pages = storage.n_pages[0]  # pages of group 0, which stores every token
         self._windows = [(group, window) for group, window in enumerate(storage.windows) if window is not None]
         self._free = [list(range(n - 1, -1, -1)) for n in storage.n_pages]
@@ -342,7 +344,7 @@ class PagedCache:
             is_state = self.has_states and 0 < -part <= len(ids)
             if not (is_state or 0 <= part < len(self._free)):
                 raise ValueError("the saved page does not fit this cache: its groups or recurrent states differ")
-            if len(data) != self.storage.n_bytes_of(None if is_state else part):
+            if len(data) != self._n_bytes_of(None if is_state else part):
                 raise ValueError("the saved page does not fit this cache: its number of bytes differs")
 
     # -- Finding ---------------------------------------------------------------------------------------------------
