@@ -151,7 +151,7 @@ class NewFile:
         """Keep other programs from writing the file, until it has its name."""
         self._lock = os.dup(self._file.fileno())
         try:
-            _lock(self._lock)
+            lock(self._lock)
             is_ours = os.path.samestat(os.fstat(self._lock), self._partial.stat())
         except (BlockingIOError, PermissionError, FileNotFoundError):
             is_ours = False
@@ -236,7 +236,7 @@ class NewFile:
         return OutputError(f"{shown} cannot be written ({error.strerror or error}): choose another folder")
 
 
-def _lock(descriptor: int) -> None:
+def lock(descriptor: int) -> None:
     """Locks a file for this descriptor.  Raises BlockingIOError or PermissionError if another has the lock."""
     if sys.platform == "win32":
         # Locked bytes cannot be written through other descriptors, so lock a byte far after the end.

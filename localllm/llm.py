@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import queue
@@ -45,7 +44,7 @@ from localllm.options.checks import check_keywords, mappings, text, token_ids, w
 from localllm.options.declared import GRAMMARS, CheckedOptions, LoadOptions, Sampling, declared, describes
 from localllm.options.foreign_names import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.options.keywords import Options
-from localllm.options.types import Hook, LoadProgress, Progress, SplitMode
+from localllm.options.types import CacheScope, Hook, LoadProgress, Progress, SplitMode
 from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
@@ -102,6 +101,9 @@ def load(
     draft_model: str | os.PathLike[str] | None = None,
     mmproj: str | os.PathLike[str] | Literal[False] | None = None,
     image_max_tokens: int | None = None,
+    prompt_cache: str | os.PathLike[str] | None = None,
+    prompt_cache_size: float | None = None,
+    cache_scope: CacheScope = "all",
     progress: LoadProgress | None = None,
     planned: LoadPlan | None = None,
     max_waiting: int = MAX_WAITING,
@@ -143,6 +145,9 @@ def load(
         draft_model=model_file(draft_model, demo_is_a_file=True),
         mmproj=expanded(mmproj) if isinstance(mmproj, str | os.PathLike) else mmproj,
         image_max_tokens=image_max_tokens,
+        prompt_cache=None if prompt_cache is None else expanded(prompt_cache),
+        prompt_cache_size=prompt_cache_size,
+        cache_scope=cache_scope,
         progress=default_progress() if progress is None else progress,
         planned=planned,
         max_waiting=max_waiting,
@@ -854,21 +859,16 @@ class LLM:
         return self._opened().n_waiting
 
     def forget(self) -> None:
-        """Clears the cache of earlier prompts.  The next prompt is evaluated completely."""
+        """Clears the cache of earlier prompts in memory.
+
+        The next prompt is evaluated completely, except for tokens that are in the folder ``prompt_cache`` of `load`.
+        """
         self._opened().forget()
 
     @property
     def prompts_key(self) -> str:
         """Return the key of saved prompts: a hash of the model, version, device and cache type."""
-        from localllm.version import __version__
-
-        info = self._info
-        is_long = info.context > info.config.original_context  # some models rotate differently then
-        text = f"{info.fingerprint} {__version__} {info.device} {info.kernels} {info.cache_type} {is_long}"
-        # The cache also stores the keys and values of a DFlash drafter.
-        if info.draft is not None and info.draft.architecture == "dflash":
-            text += f" {info.draft.fingerprint}"
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._info.prompts_key
 
     def save_prompts(self, path: str | os.PathLike[str]) -> int:
         """Writes the cache of prompts and replies to a file, and returns the number of tokens.

@@ -6,8 +6,10 @@ are concatenated, so that a batch whose requests use different adapters needs on
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,16 @@ class Adapter:
     name: str  # for messages
     # A [r, n_in] and B [n_out, r], already scaled, by the name of the tensor that they change
     parts: dict[str, tuple[Array, Array]]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the matrices."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, matrices in sorted(self.parts.items()):
+            digest.update(name.encode())
+            for matrix in matrices:
+                digest.update(matrix.tobytes())
+        return digest.hexdigest()
 
     def of(self, weight: g.Weight) -> tuple[Array, Array] | None:
         """Return A and B for a weight, or for a weight that consists of rows of a tensor."""

@@ -48,6 +48,8 @@ class CPUCache(HostCache):
         self.places: dict[int, tuple[Address, Address]] = {}  # addresses of each layer's keys and values
         self.states: dict[RecurrentState, Address] = {}  # address of each state, slot by slot
         self.memory, self._buffer = np.zeros(0, np.uint8), Buffer(0, address=0)
+        # Arrays [n_pages, …] of each group, and [n_states, …] for None
+        self._views: dict[int | None, list[NDArray[np.uint8]]] = {}
         for key, cache in graph.caches.items():
             keys, values = (_aligned(n_pages[self._groups[key]] * cache.n_heads * n) for n in block_bytes(cache))
             begin = self._add(cache.layer, keys + values)
@@ -71,6 +73,7 @@ class CPUCache(HostCache):
         huge = max(self.layer_bytes.values(), default=0) >= 2 * HUGE_LAYER
         self.memory = aligned_zeros(self.n_bytes, np.uint8, huge=huge)
         self._buffer.address = self.memory.ctypes.data
+        self._views.clear()
 
     def share(self, other: CPUCache | None) -> None:
         """Use the memory of another cache with the same layers and pages."""
@@ -78,6 +81,7 @@ class CPUCache(HostCache):
             raise KernelError("a graph that shares caches needs the other graph's step, with equal pages")
         self.memory = other.memory
         self._buffer.address = self.memory.ctypes.data
+        self._views.clear()
 
     def _part(self, start: Address, *shape: int) -> NDArray[np.uint8]:
         return self.memory[start.n_bytes : start.n_bytes + prod(shape)].reshape(shape)
@@ -99,11 +103,11 @@ class CPUCache(HostCache):
 
     def _arrays(self, group: int | None, number: int) -> list[NDArray[np.uint8]]:
         self._workers.wait_until_idle()
-        if group is None:
-            return [self._part(start, self.n_states, state_bytes(s))[number] for s, start in self.states.items()]
-        return [
-            array[number].reshape(-1)
-            for layer, arrays in self.blocks().items()
-            if self._groups[layer] == group
-            for array in arrays
-        ]
+        if (views := self._views.get(group)) is None:
+            if group is None:
+                views = [self._part(start, self.n_states, state_bytes(s)) for s, start in self.states.items()]
+            else:
+                of_group = [arrays for layer, arrays in self.blocks().items() if self._groups[layer] == group]
+                views = [array.reshape(len(array), -1) for arrays in of_group for array in arrays if array.size]
+            self._views[group] = views
+        return [view[number] for view in views]

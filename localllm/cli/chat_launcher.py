@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+#: Folder of evaluated prompts, next to the chats.
+PROMPT_CACHE = "prompt-cache"
+
 #: Maximum seconds to retry saving when the program ends.
 _FLUSH_SECONDS = 5.0
 
@@ -75,6 +78,12 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
         c = conversation
         store.set(c.id, model=c.model, system=c.system, settings=c.settings)
 
+    def next_to_chats(name: str) -> Path | None:
+        return None if store.path is None else store.path.with_name(name)
+
+    if arguments.prompt_cache is None and not arguments.no_prompt_cache:
+        arguments.prompt_cache = next_to_chats(PROMPT_CACHE)
+
     def path(name: str) -> str | None:
         file = model_path(name or None, defaults.model_folders)
         return None if file is None else str(file)
@@ -89,9 +98,6 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
     def embed(texts: list[str]) -> NDArray[np.float32]:
         with localllm.load(path(defaults.embedding_model or ""), device=arguments.device) as llm:
             return llm.embed(texts, truncate=True)
-
-    def next_to_chats(name: str) -> Path | None:
-        return None if store.path is None else store.path.with_name(name)
 
     return Setup(
         store=store,

@@ -26,11 +26,13 @@ Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAtten
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from localllm.engine.media import EmbeddingCache
+from localllm.engine.records import digest, ids_bytes
 from localllm.engine.snapshots import NONE, Block, Snapshots
 from localllm.kernels.backend import Cache
 
@@ -74,6 +76,7 @@ class PagedCache:
     def __init__(self, storage: Cache) -> None:
         self.storage = storage
         self.page_size = storage.page_size  # tokens per page
+        self._n_bytes_of = cache(storage.n_bytes_of)  # bytes of a page or slot
         self.n_pages = storage.n_pages[0]  # pages of group 0, which stores every token
         self._windows = [(group, window) for group, window in enumerate(storage.windows) if window is not None]
         self._free = [list(range(n - 1, -1, -1)) for n in storage.n_pages]
@@ -86,11 +89,22 @@ class PagedCache:
         # Maximum of sequences. One state slot is reserved for copies within a step. Without states only the
         # number of pages limits the sequences.
         self.max_sequences = max(1, storage.n_states - 1) if storage.n_states else self.n_pages
-        self.root = Block([])  # root of the prefix tree without adapters and edits
-        #: Prefix tree per key of adapter scales and edits, which change keys and values. Weak, because requests
-        #: choose arbitrary scales and edits: a root disappears with the last of its blocks.
-        self._roots: WeakValueDictionary[tuple[Hashable, ...], Block] = WeakValueDictionary()
+        self.root = Block([])  # root of the prefix tree of requests without adapters and edits
+        #: Prefix tree per `Request.tree`, for example per adapter scales, because adapters change keys and values.
+        #: Weak, because scales are arbitrary numbers of requests: a root disappears with the last of its blocks.
+        self._roots: WeakValueDictionary[Hashable, Block] = WeakValueDictionary()
         self._roots[()] = self.root
+        self._key_of: Callable[[Hashable], bytes | None] | None = None
+        #: Blocks with pages or snapshots that a `DiskTier` has not seen yet, parents before children.
+        self.changed: dict[Block, None] = {}
+
+    def store_changes(self, key_of: Callable[[Hashable], bytes | None]) -> None:
+        """Add new blocks to ``changed`` from now on.
+
+        ``key_of`` returns the key of a tree's root; None if the tree is not stored.
+        """
+        self._key_of, self.root.key = key_of, key_of(())
+        self.embeddings.stores_changes = True
 
     @property
     def n_available(self) -> int:
@@ -112,25 +126,30 @@ class PagedCache:
     def begin(
         self,
         ids: Sequence[int],
-        key: tuple[Hashable, ...] = (),
+        tree: Hashable = (),
         *,
         branch_point: int | None = None,
         shareable: bool = True,
     ) -> CachedSequence:
-        """Return a new sequence with the longest usable prefix of ``ids`` that is cached for the same key.
+        """Return a new sequence with the longest usable prefix of ``ids`` that is cached in the same tree.
 
         Args:
             branch_point: the number of tokens that later sequences most likely share; defaults to all.
             shareable: if False, the sequence starts empty, and other sequences do not reuse its tokens.
         """
-        root = self._root_of(key) if shareable else Block([])
+        root = self.root_of(tree) if shareable else Block([])
         sequence = CachedSequence(len(self._free), len(ids) if branch_point is None else branch_point, root)
         for blocks, n in self._beginnings(sequence, ids):
-            if self._holds_windows(blocks, n) and self._begin_with(sequence, blocks, list(ids[:n])):
+            if self.holds_windows(blocks, n) and self._begin_with(sequence, blocks, list(ids[:n])):
                 return sequence
         if self.has_states:
             sequence.state = self._states.take()
         return sequence
+
+    def n_usable(self, ids: Sequence[int], tree: Hashable) -> int:
+        """Return the length of the longest prefix of ``ids`` that `begin` can find."""
+        prefixes = self._beginnings(CachedSequence(len(self._free), len(ids), self.root_of(tree)), ids)
+        return next((n for blocks, n in prefixes if self.holds_windows(blocks, n)), 0)
 
     def extend(self, sequence: CachedSequence, ids: Sequence[int]) -> None:
         """Extend a sequence by cached full pages of ``ids``. ``ids`` starts with the sequence's tokens."""
@@ -138,7 +157,7 @@ class PagedCache:
         blocks = [*sequence.blocks[: len(sequence) // self.page_size], *cached]
         while cached:
             n = len(blocks) * self.page_size
-            if self.page_size in self._ends(cached[-1], self.page_size) and self._holds_windows(blocks, n):
+            if self.page_size in self._ends(cached[-1], self.page_size) and self.holds_windows(blocks, n):
                 self._share(sequence, cached, list(ids[:n]))
                 if self.has_states:
                     sequence.state = self._states.load(cached[-1], self.page_size, sequence.state)
@@ -146,12 +165,12 @@ class PagedCache:
             cached.pop()
             blocks.pop()
 
-    def n_pages_to_begin(self, ids: Sequence[int], n_tokens: int, key: tuple[Hashable, ...] = ()) -> int:
+    def n_pages_to_begin(self, ids: Sequence[int], n_tokens: int, tree: Hashable = ()) -> int:
         """Return the number of available pages for a new sequence of ``n_tokens``.
 
         Cached pages of ``ids`` that other sequences use are shared and not counted.
         """
-        cached = self._find_full(CachedSequence(0, 0, self._root_of(key)), ids)
+        cached = self._find_full(CachedSequence(0, 0, self.root_of(tree)), ids)
         return -(-n_tokens // self.page_size) - sum(block.n_users[0] > 0 for block in cached)
 
     def has_windows_for(self, lengths: Iterable[int], n_new: int) -> bool:
@@ -239,7 +258,9 @@ class PagedCache:
         if sequence.is_ahead or not sequence.ids:
             self._states.free(sequence.state)
         elif self.has_states:
-            self._states.keep(*self._end_of(sequence), sequence.state)
+            block, n = self._end_of(sequence)
+            self._states.keep(block, n, sequence.state)
+            self._mark(block)
         self._states.free(sequence.saved)
         sequence.state = sequence.saved = NONE
         self._drop_blocks(sequence, 0)
@@ -276,56 +297,68 @@ class PagedCache:
         self,
         parent: Block,
         ids: list[int],
-        pages: Mapping[int, bytes],
-        snapshots: Mapping[int, bytes],
+        parts: Mapping[int, bytes],
+        uses: list[tuple[Block, int]],
         *,
         reserve: float = 0.0,
+        replaces_snapshots: bool = False,
     ) -> Block | None:
-        """Return the child of ``parent`` with these tokens, written from saved data if it is not in the tree.
+        """Return the child of ``parent`` with these tokens, after adding the ``parts`` that it lacks.
 
-        The block is in use until `restored`. None if at most the fraction ``reserve`` of the pages is available.
+        Pages in use are added to ``uses`` as (block, group), until `restored`. ``parent`` must be in use.
+
+        Args:
+            parts: bytes of pages by group, and of snapshots by -n for a snapshot after n tokens.
+            reserve: fraction of the pages that must stay available.
+            replaces_snapshots: whether a snapshot may take the slot of an older one.
+
+        Returns:
+            None if the block is not in the tree and has no page in ``parts``, or no page is available.
 
         Raises:
             ValueError: the sizes of the data do not match the cache.
         """
-        groups = range(len(self._free))
-        is_page = 0 < len(ids) <= self.page_size and len(parent.ids) in (0, self.page_size)
-        fits = all(group in groups and len(data) == self.storage.n_bytes_of(group) for group, data in pages.items())
-        if not (is_page and 0 in pages and fits):
-            raise ValueError("the saved page does not fit this cache: its groups, tokens or bytes differ")
-        if any(len(data) != self.storage.n_bytes_of(None) for data in snapshots.values()):
-            raise ValueError("the saved recurrent states do not fit this cache: their bytes differ")
-        is_full = len(ids) == self.page_size
-        cached = parent.children.get(tuple(ids)) or next((tail for tail in parent.tails if tail.ids == ids), None)
-        if cached is not None:
-            for group in groups:
-                if cached.pages[group] != NONE:
-                    self._use(cached, group)
-            return cached
-        if any(self._n_available(group) <= reserve * self.storage.n_pages[group] for group in pages):
+        self._check_parts(parent, ids, parts)
+        block = parent.children.get(tuple(ids)) or next((tail for tail in parent.tails if tail.ids == ids), None)
+        new = [group for group in sorted(parts) if group >= 0 and (block is None or block.pages[group] == NONE)]
+        if (block is None and 0 not in parts) or any(
+            self._n_available(group) <= reserve * self.storage.n_pages[group] for group in new
+        ):
             return None
-        block = Block([self._take_page(group) if group in pages else NONE for group in groups])
-        block.n_users = [int(group in pages) for group in groups]
-        block.ids, block.parent = ids, parent
-        for group, data in pages.items():
-            self.storage.write(group, block.pages[group], data)
-        if is_full:
-            parent.children[tuple(ids)] = block
-        else:
-            parent.tails.append(block)
-        for n, data in snapshots.items():
-            if self.has_states and 0 < n <= len(ids) and self._states.has_free:
+        if block is None:
+            block = Block([NONE] * len(self._free))
+            block.n_users, block.ids = [0] * len(self._free), ids
+            self._join(block, parent)
+        for group, page in enumerate(block.pages):
+            if page != NONE:
+                self._use(block, group)
+                uses.append((block, group))
+        for group in new:
+            block.pages[group], block.n_users[group] = self._take_page(group), 1
+            self.storage.write(group, block.pages[group], parts[group])
+            uses.append((block, group))
+        for part, data in parts.items():
+            has_slot = self._states.has_slot if replaces_snapshots else self._states.has_free
+            if part < 0 and -part not in block.snapshots and has_slot:
                 slot = self._states.take()
                 self.storage.write(None, slot, data)
-                self._states.keep(block, n, slot)
+                self._states.keep(block, -part, slot)
         return block
 
-    def restored(self, blocks: Sequence[Block]) -> None:
-        """End the use of blocks from `restore`. Later blocks are evicted first."""
-        for block in reversed(blocks):
-            for group, page in enumerate(block.pages):
-                if page != NONE:
-                    self._stop_using(block, group, self._unused[group])
+    def restored(self, uses: Iterable[tuple[Block, int]]) -> None:
+        """End the uses of `restore`. Later blocks are evicted first."""
+        for block, group in reversed(list(uses)):
+            self._stop_using(block, group, self._unused[group])
+
+    def _check_parts(self, parent: Block, ids: list[int], parts: Mapping[int, bytes]) -> None:
+        if not 0 < len(ids) <= self.page_size or len(parent.ids) not in (0, self.page_size):
+            raise ValueError("the saved page does not fit this cache: its number of tokens differs")
+        for part, data in parts.items():
+            is_state = self.has_states and 0 < -part <= len(ids)
+            if not (is_state or 0 <= part < len(self._free)):
+                raise ValueError("the saved page does not fit this cache: its groups or recurrent states differ")
+            if len(data) != self._n_bytes_of(None if is_state else part):
+                raise ValueError("the saved page does not fit this cache: its number of bytes differs")
 
     # -- Finding ---------------------------------------------------------------------------------------------------
 
@@ -342,8 +375,28 @@ class PagedCache:
     def _block_before(self, sequence: CachedSequence, i: int) -> Block:
         return sequence.blocks[i - 1] if i else sequence.root
 
-    def _root_of(self, key: tuple[Hashable, ...]) -> Block:
-        return self._roots.setdefault(key, Block([]))
+    def root_of(self, tree: Hashable) -> Block:
+        """Return the root of a tree (`Request.tree`)."""
+        root = self._roots.get(tree)
+        if root is None:
+            root = self._roots[tree] = Block([])
+            root.key = None if self._key_of is None else self._key_of(tree)
+        return root
+
+    def _join(self, block: Block, parent: Block) -> None:
+        """Add a block with its final tokens to the tree."""
+        block.parent = parent
+        if len(block.ids) == self.page_size:
+            parent.children[tuple(block.ids)] = block
+        else:
+            parent.tails.append(block)
+        if parent.key is not None:
+            block.key = digest(parent.key, ids_bytes(block.ids))
+
+    def _mark(self, block: Block) -> None:
+        """Note new pages or snapshots of a block."""
+        if block.key is not None:
+            self.changed[block] = None
 
     def _end_of(self, sequence: CachedSequence) -> tuple[Block, int]:
         """Return the block of the last token, and the number of its tokens up to that one."""
@@ -374,13 +427,13 @@ class PagedCache:
         """Return the index of the first block in the window of the token at position ``n_tokens``."""
         return max(0, n_tokens + 1 - window) // self.page_size
 
-    def _seen(self, n_tokens: int) -> list[int]:
-        """Return `_first_seen` per group; 0 without a window."""
+    def first_blocks(self, n_tokens: int) -> list[int]:
+        """Return the index of the first block in the window of the token at position ``n_tokens``, by group."""
         return [0 if window is None else self._first_seen(n_tokens, window) for window in self.storage.windows]
 
-    def _holds_windows(self, blocks: Sequence[Block], n_tokens: int) -> bool:
+    def holds_windows(self, blocks: Sequence[Block], n_tokens: int) -> bool:
         """Return whether all windows of the token at position ``n_tokens`` are cached."""
-        first_blocks = self._seen(n_tokens)
+        first_blocks = self.first_blocks(n_tokens)
         return all(
             block.pages[group] != NONE for group, _ in self._windows for block in blocks[first_blocks[group] :]
         )
@@ -390,11 +443,12 @@ class PagedCache:
     def _begin_with(self, sequence: CachedSequence, blocks: list[Block], ids: list[int]) -> bool:
         """Start a sequence with ``ids``, which are in ``blocks``.
 
-        If only part of the last block is needed, that part is copied. Return False if there is no page for the copy.
+        The last block is copied if only part of it is needed, or `restore` still uses it. Return False if there is
+        no page for the copy.
         """
         last, n = blocks[-1], len(ids) - (len(blocks) - 1) * self.page_size
-        is_part = n < len(last.ids)
-        for group, start in enumerate(self._seen(len(ids)) if is_part else ()):
+        is_part = n < len(last.ids) or (n < self.page_size and last.n_users[0] > 0)
+        for group, start in enumerate(self.first_blocks(len(ids)) if is_part else ()):
             # The copy must not evict a page that is shared or copied here.
             if self._n_available(group) <= sum(not block.n_users[group] for block in blocks[start:]):
                 return False
@@ -418,9 +472,9 @@ class PagedCache:
         first = len(sequence) // self.page_size
         for block in sequence.blocks[first:]:
             block.ids = []  # ``blocks`` includes these tokens
-            self._states.move(block, blocks[0])
+            self._move_snapshots(block, blocks[0])
         self._drop_blocks(sequence, first)
-        first_blocks = self._seen(len(ids))
+        first_blocks = self.first_blocks(len(ids))
         for group, window in self._windows:
             self._release_window(sequence, group, window, min(first, first_blocks[group]))
         sequence.blocks += blocks
@@ -443,9 +497,10 @@ class PagedCache:
     def _insert(self, sequence: CachedSequence, i: int) -> None:
         """Add a full block to the tree. If the tree has an equal block, the sequence uses that one instead."""
         block, parent = sequence.blocks[i], self._block_before(sequence, i)
-        cached = parent.children.setdefault(tuple(block.ids), block)
-        if cached is block:
-            block.parent = parent
+        cached = parent.children.get(tuple(block.ids))
+        if cached is None:
+            self._join(block, parent)
+            self._mark(block)
             return
         for group, page in enumerate(block.pages):
             if cached.pages[group] == NONE:
@@ -454,8 +509,13 @@ class PagedCache:
                 self._use(cached, group)
                 self._free[group].append(page)
             sequence.pages[group][i] = cached.pages[group]
-        self._states.move(block, cached)
+        self._move_snapshots(block, cached)
         sequence.blocks[i] = cached
+
+    def _move_snapshots(self, source: Block, target: Block) -> None:
+        if source.snapshots:
+            self._states.move(source, target)
+            self._mark(target)
 
     def _drop_blocks(self, sequence: CachedSequence, first: int) -> None:
         """Remove blocks from the end of a sequence; the last block becomes the first to be evicted."""
@@ -464,8 +524,8 @@ class PagedCache:
             for free, page in zip(self._free, blocks.pop().pages, strict=True):
                 free.append(page)
         if len(blocks) > first and len(blocks[-1].ids) < self.page_size:
-            blocks[-1].parent = self._block_before(sequence, len(blocks) - 1)
-            blocks[-1].parent.tails.append(blocks[-1])
+            self._join(blocks[-1], self._block_before(sequence, len(blocks) - 1))
+            self._mark(blocks[-1])
         for group, first_used in enumerate(sequence.first):
             for block in reversed(blocks[max(first, first_used) :]):
                 self._stop_using(block, group, self._unused[group])
@@ -482,6 +542,7 @@ class PagedCache:
             block, n_in_block = self._end_of(sequence)
             if n_in_block not in block.snapshots and self._states.has_slot:
                 self._states.keep(block, n_in_block, self._states.copy(sequence.state))
+                self._mark(block)
 
     # -- Pages -----------------------------------------------------------------------------------------------------
 

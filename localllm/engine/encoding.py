@@ -34,7 +34,7 @@ class Encoding:
         self.n_encoded = 0
         self.is_busy = False  # True if a request lacks embeddings
         self._encoder, self._cache = encoder, cache
-        self._batch: list[PreparedMedia] = []  # being encoded
+        self._batch: dict[bytes, PreparedMedia] = {}  # being encoded, by `Request.media_key`
         self._work: Generator[None, None, list[Embeddings]] | None = None
         #: Keys of images from a failed batch. Each is encoded again on its own.
         self._alone: set[bytes] = set()
@@ -45,7 +45,7 @@ class Encoding:
         Return requests with an image that cannot be encoded, and the error.
         """
         missing = self._assign_embeddings(requests)
-        if self._work is not None and not any(media.key in missing for media in self._batch):
+        if self._work is not None and not any(key in missing for key in self._batch):
             self._stop()
         end, self.is_busy = time.perf_counter() + seconds, bool(missing)
         failed: dict[Request, BaseException] = {}
@@ -56,18 +56,19 @@ class Encoding:
             try:
                 next(self._work)
             except StopIteration as stop:
-                for media, embeddings in zip(self._batch, stop.value, strict=True):
+                for (key, media), embeddings in zip(self._batch.items(), stop.value, strict=True):
                     self.n_encoded += 1
-                    _, waiting = missing.pop(media.key, (media, ()))
-                    self._cache.put(media.key, embeddings)
+                    _, waiting = missing.pop(key, (media, ()))
+                    self._cache.put(key, embeddings)
                     for request in waiting:
                         request.embeddings[media.key] = embeddings
                 self._stop()
             except BaseException as error:
                 if len(self._batch) > 1:
-                    self._alone.update(media.key for media in self._batch)
+                    self._alone.update(self._batch)
                 else:
-                    _, waiting = missing.pop(self._batch[0].key, (self._batch[0], ()))
+                    [(key, media)] = self._batch.items()
+                    _, waiting = missing.pop(key, (media, ()))
                     failed |= dict.fromkeys(waiting, error)
                 self._stop()
             if time.perf_counter() >= end:
@@ -75,7 +76,10 @@ class Encoding:
         return failed
 
     def _assign_embeddings(self, requests: Iterable[Request]) -> dict[bytes, tuple[PreparedMedia, list[Request]]]:
-        """Give requests the cached embeddings of their next images. Return missing images and requests, by key."""
+        """Give requests the cached embeddings of their next images.
+
+        Return missing images and their requests, by `Request.media_key`.
+        """
         missing: dict[bytes, tuple[PreparedMedia, list[Request]]] = {}
         for request in requests:
             if request.sequence is None or request.media.stop <= len(request.sequence):
@@ -92,27 +96,28 @@ class Encoding:
             for media in dict.fromkeys(near):
                 if media.key in request.embeddings:
                     continue
-                if (embeddings := self._cache.get(media.key)) is not None and len(embeddings) == media.n_tokens:
+                key = request.media_key(media)
+                if (embeddings := self._cache.get(key)) is not None and len(embeddings) == media.n_tokens:
                     request.embeddings[media.key] = embeddings
                 else:
-                    missing.setdefault(media.key, (media, []))[1].append(request)
+                    missing.setdefault(key, (media, []))[1].append(request)
         return missing
 
     def _begin(self, missing: Mapping[bytes, tuple[PreparedMedia, list[Request]]]) -> None:
         n_tokens = 0
-        for media, _ in missing.values():
-            is_alone = media.key in self._alone
+        for key, (media, _) in missing.items():
+            is_alone = key in self._alone
             if self._batch and (is_alone or n_tokens + media.n_tokens > _TOKENS_AT_ONCE):
                 break
-            self._batch.append(media)
+            self._batch[key] = media
             n_tokens += media.n_tokens
             if is_alone:
-                self._alone.discard(media.key)
+                self._alone.discard(key)
                 break
         assert self._encoder is not None
-        self._work = self._encoder.encode(self._batch)
+        self._work = self._encoder.encode(list(self._batch.values()))
 
     def _stop(self) -> None:
         if self._work is not None:
             self._work.close()
-        self._work, self._batch = None, []
+        self._work, self._batch = None, {}

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import takewhile
@@ -23,7 +23,9 @@ from typing import Never, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.engine.block_store import BlockStore
 from localllm.engine.cache import PagedCache
+from localllm.engine.disk_tier import DiskTier
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
 from localllm.engine.drafting.model import DraftModel
@@ -33,7 +35,14 @@ from localllm.engine.request import FinishReason, Request
 from localllm.engine.runner import BatchItem, ModelRunner
 from localllm.engine.sampling_threads import SamplingThreads
 from localllm.engine.scheduler import Scheduled, Scheduler
-from localllm.errors import ClosedError, ContextLengthError, ExpertReadError, QueueFullError, UsageError
+from localllm.errors import (
+    ClosedError,
+    ContextLengthError,
+    ExpertReadError,
+    LocalLLMError,
+    QueueFullError,
+    UsageError,
+)
 from localllm.kernels import process
 from localllm.kernels.backend import ExpertReads, TopK
 from localllm.kernels.process import Process
@@ -74,6 +83,7 @@ class Counts:
     step_s: float = 0.0  # evaluation time of all steps, in seconds
     prompt_tokens: int = 0  # evaluated prompt tokens
     cached_tokens: int = 0  # prompt tokens found in the cache; added when a request ends
+    restored_tokens: int = 0  # tokens of the cache that were read from disk
     generated_tokens: int = 0
     ended: int = 0  # requests
     preempted: int = 0  # preemptions
@@ -263,12 +273,18 @@ class EngineLoop:
         *,
         max_running: int = MAX_RUNNING,
         step_s: float = STEP_S,
+        store: BlockStore | None = None,
+        label_of: Callable[[Hashable], str | None] = str,
+        is_scoped: bool = False,
         on_end: Callable[[], object] | None = None,
     ) -> None:
         """
         Args:
             max_running: most requests with tokens in the cache.
             step_s: longest step with prompt tokens, in seconds.
+            store: blocks of the cache on disk. It is closed when the engine ends.
+            label_of: as in `DiskTier`.
+            is_scoped: whether clients share no cached tokens and images.
             on_end: called in the engine thread when it ends.
         """
         self.inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()  # any thread may add a message
@@ -278,7 +294,11 @@ class EngineLoop:
         self.runner, self.draft_model, self.sees = runner, draft_model, encoder is not None
         self._scheduler = Scheduler(runner, max_running=max_running, step_s=step_s)
         self._encoding = Encoding(encoder, runner.cache.embeddings)
-        self._step_s = step_s
+        self._step_s, self._is_scoped = step_s, is_scoped
+        self._tier: DiskTier | None = None
+        if store is not None:
+            wake = partial(self.inbox.put, EngineLoop.wake)
+            self._tier = DiskTier(store, runner.cache, label_of, self._scheduler.step_times, wake)
         self._cost = StepCost()
         self._on_end = on_end
         self._sampling_threads = SamplingThreads()
@@ -295,6 +315,10 @@ class EngineLoop:
             request.drafter = None
         elif self.draft_model is not None and request.speculate == self.draft_model.kind:
             request.drafter = self.draft_model.drafter(self._cost, request.draft_max, request.draft_always)
+        if self._is_scoped:
+            request.scope = request.client
+        if self._tier is not None:
+            self._tier.add(request)
         self._scheduler.add(request)
 
     def wake(self) -> None:
@@ -326,17 +350,25 @@ class EngineLoop:
             error = defect
         self._sampling_threads.close()
         if process.engines.is_over:  # remaining readers are daemon threads
+            self._close_tier()
             return
         self.ended.set()
         while not self.inbox.empty():
             self.inbox.get()(self)
         for request in self._scheduler.requests:
             self._end(request, error=error)
+        self._close_tier()
         self.counts.running = self.counts.n_pages_used = 0
         on_end = self._on_end
-        del self.runner, self.draft_model, self._scheduler, self._encoding, self._on_end  # free model and cache
+        # Free model and cache.
+        del self.runner, self.draft_model, self._scheduler, self._encoding, self._tier, self._on_end
         if on_end is not None:
             on_end()
+
+    def _close_tier(self) -> None:
+        if self._tier is not None:
+            with contextlib.suppress(LocalLLMError):  # of a device that was lost
+                self._tier.close()
 
     def _read_messages(self, *, wait: bool) -> bool:
         """Process messages. Return False if the engine is to end."""
@@ -359,12 +391,13 @@ class EngineLoop:
                 self._end(request, "cancelled")
             elif request.deadline is not None and begin >= request.deadline:
                 self._end(request, "timeout")
+        is_busy = self._tier is not None and self._tier.advance(is_alone=not self._scheduler.running)
         self._propose_drafts()
         self._scheduler.admit()
         self._encode()
         batch = self._scheduler.next_batch()
         if not batch:
-            return self._encoding.is_busy
+            return self._encoding.is_busy or is_busy
         for group in _by_program(batch):
             self._evaluate(group, begin)
         self._wait_for_choices(batch)
@@ -427,6 +460,8 @@ class EngineLoop:
         self.counts.n_pages_used = self.counts.n_pages - self.runner.cache.n_available
         self.counts.preempted = self._scheduler.n_preempted
         self.counts.encoded = self._encoding.n_encoded
+        if self._tier is not None:
+            self.counts.restored_tokens = self._tier.n_restored
 
     def _encode(self) -> None:
         """Encode the next images of prompts. While requests decode, encoding takes at most half of a step's time."""
@@ -576,6 +611,9 @@ class EngineLoop:
         self, request: Request, reason: FinishReason | None = None, *, error: BaseException | None = None
     ) -> None:
         self._scheduler.remove(request)
+        if self._tier is not None:
+            self._tier.remove(request)
+            request.notice = self._tier.take_notice()
         self.waiting.discard(request)
         self.counts.ended += 1
         self.counts.cached_tokens += request.n_cached

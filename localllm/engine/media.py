@@ -169,16 +169,23 @@ class EmbeddingCache:
     def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
         self._max_bytes, self._n_bytes = max_bytes, 0
         self._embeddings: OrderedDict[bytes, Embeddings] = OrderedDict()
+        self.stores_changes = False
+        self.changed: dict[bytes, Embeddings] = {}  # that a `DiskTier` has not seen yet
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._embeddings
 
     def get(self, key: bytes) -> Embeddings | None:
         if key in self._embeddings:
             self._embeddings.move_to_end(key)
         return self._embeddings.get(key)
 
-    def put(self, key: bytes, embeddings: Embeddings) -> None:
+    def put(self, key: bytes, embeddings: Embeddings, *, is_new: bool = True) -> None:
         """Store the embeddings unless they are larger than the cache."""
         if key in self._embeddings or embeddings.nbytes > self._max_bytes:
             return
+        if is_new and self.stores_changes:
+            self.changed[key] = embeddings
         self._embeddings[key] = embeddings
         self._n_bytes += embeddings.nbytes
         while self._n_bytes > self._max_bytes:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence
 from localllm.engine.drafting import Drafter, Drafts
-from localllm.engine.media import NO_MEDIA, Embeddings, PromptMedia
+from localllm.engine.media import NO_MEDIA, Embeddings, PreparedMedia, PromptMedia
 from localllm.engine.probe import Probe
 from localllm.options.types import DEFAULT_DRAFTS, Priority
 from localllm.sampling import Choice, Sampler
@@ -129,6 +129,7 @@ class Request:
     adapters: tuple[float, ...] = ()  # scale of each loaded LoRA adapter; empty: base model
     media: PromptMedia = NO_MEDIA  # images and audio in the prompt; ``tokens`` holds their `PreparedMedia.ids`
     probe: Probe | None = None  # values inside the model that the request reads or changes
+    scope: str = ""  # requests of different scopes share no cached tokens and images
 
     # State, changed by the engine thread
     finish_reason: FinishReason | None = None  # None while running and after an error
@@ -142,6 +143,9 @@ class Request:
     is_choosing: bool = False  # a sampling thread is choosing its next tokens; excluded from steps
     embeddings: dict[bytes, Embeddings] = field(default_factory=dict)  # of upcoming images and audio, by content key
     is_cancelled: bool = False  # set by any thread; takes effect before the next step
+    is_restoring: bool = False  # waits until blocks are read from disk; not admitted
+
+    notice: str = ""  # a problem with the prompt cache, for the user; set at the end
 
     # Statistics
     submitted_at: float = field(default_factory=time.perf_counter)
@@ -159,6 +163,16 @@ class Request:
         self.n_prompt = len(self.tokens)
 
     @property
+    def tree(self) -> Hashable:
+        """Identifies the requests that may share cached tokens: equal scope, adapters and edits of values."""
+        edits = None if self.probe is None else self.probe.key
+        return self.adapters if not self.scope and edits is None else (self.scope, self.adapters, edits)
+
+    def media_key(self, media: PreparedMedia) -> bytes:
+        """Return the key of an image in the cache of embeddings."""
+        return self.scope.encode() + media.key
+
+    @property
     def rank(self) -> float:
         """Requests are admitted in ascending order of this value."""
         return self.submitted_at + (BACKGROUND_DELAY_S if self.priority == "background" else 0.0)
@@ -173,12 +187,6 @@ class Request:
         """Number of leading tokens that may come from the cache. Later tokens must be evaluated for their values."""
         n = min(len(self.tokens) - 1, self.logits_from) if self.sampler is None else len(self.tokens) - 1
         return min(n, self.probe.values_from) if self.probe is not None and self.probe.watched else n
-
-    @property
-    def cache_key(self) -> tuple[Hashable, ...]:
-        """Key of everything that changes keys and values in the cache: adapters, and edits of values."""
-        key = None if self.probe is None else self.probe.key
-        return self.adapters if key is None else (*self.adapters, key)
 
     @property
     def branch_point(self) -> int:

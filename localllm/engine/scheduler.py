@@ -76,20 +76,20 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._decode_s = 0.0  # a step without prompt tokens
-        self._token_s = 0.0  # added by each prompt token
+        self.token_s = 0.0  # added by each prompt token
 
     def add(self, n_prompt_tokens: int, n_decoding: int, seconds: float) -> None:
         if not n_prompt_tokens:
             self._decode_s = _moved(self._decode_s, seconds)
         elif n_prompt_tokens >= MIN_CHUNK:
             base = self._decode_s if n_decoding else 0.0
-            self._token_s = _moved(self._token_s, max(seconds - base, 0.1 * seconds) / n_prompt_tokens)
+            self.token_s = _moved(self.token_s, max(seconds - base, 0.1 * seconds) / n_prompt_tokens)
 
     def budget(self, seconds: float) -> int:
         """Return the number of prompt tokens for a step of ``seconds`` with decoding requests."""
-        if not self._token_s:
+        if not self.token_s:
             return FIRST_CHUNK
-        tokens = (seconds - self._decode_s) / self._token_s
+        tokens = (seconds - self._decode_s) / self.token_s
         return max(MIN_CHUNK, int(min(tokens, 2.0**31)))  # int() of an infinite number raises
 
 
@@ -170,7 +170,7 @@ class Scheduler:
         """Admit waiting requests while there are pages."""
         if not self.waiting:
             return
-        waiting = [request for request in self.waiting if not request.output.is_full]
+        waiting = [request for request in self.waiting if not (request.output.is_full or request.is_restoring)]
         n_running = Counter(request.client for request in self.running)
         while waiting:
             request = min(
@@ -179,14 +179,14 @@ class Scheduler:
             waiting.remove(request)
             n_running[request.client] += 1
             reusable = request.tokens[: request.n_reusable]
-            n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens), request.cache_key)
+            n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens), request.tree)
             while self.running and not self._fits(request, n_pages):
                 paused = self._paused()
                 if paused is None:
                     return
                 self._preempt(paused)
             self.waiting.remove(request)
-            request.sequence = self._cache.begin(reusable, request.cache_key, branch_point=request.branch_point)
+            request.sequence = self._cache.begin(reusable, request.tree, branch_point=request.branch_point)
             request.count_cached()
             insort(self.running, request, key=attrgetter("rank"))
 

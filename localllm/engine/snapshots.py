@@ -11,7 +11,7 @@ NONE = -1
 class Block:
     """A page of tokens in the cache, with their keys and values, and possibly recurrent states."""
 
-    __slots__ = ("__weakref__", "children", "ids", "n_users", "pages", "parent", "snapshots", "tails")
+    __slots__ = ("__weakref__", "children", "ids", "key", "n_users", "pages", "parent", "snapshots", "tails")
 
     def __init__(self, pages: list[int]) -> None:
         self.pages = pages  # page per window group; `NONE` after eviction from the group
@@ -21,6 +21,8 @@ class Block:
         self.children: dict[tuple[int, ...], Block] = {}  # full blocks that follow, by their tokens
         self.tails: list[Block] = []  # partly filled blocks that follow and belong to no sequence
         self.snapshots: dict[int, int] = {}  # slots with states, by the number of tokens they include
+        # Digest (`localllm.engine.records`) of a block in the tree; None if its tree is not stored on disk
+        self.key: bytes | None = None
 
 
 class Snapshots:

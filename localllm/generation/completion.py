@@ -237,6 +237,8 @@ class TextOutput:
         warnings: tuple[str, ...] = ()
         if r.finish_reason == "timeout":
             warnings = (f"the text is cut off: its timeout of {r.timeout_s:g} seconds has passed",)
+        if r.notice:
+            warnings += (r.notice,)
         return Chunk(
             text,
             finish_reason=r.finish_reason,

@@ -6,6 +6,7 @@ options ─▶ file ─▶ graph ─▶ `Planner.at`: placement, lowered ─▶ 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import threading
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from localllm.chat.built_in_templates import built_in
 from localllm.chat.template_source import TemplateSource
+from localllm.engine.block_store import open_store
 from localllm.engine.drafting.assistant import AssistantModel
 from localllm.engine.drafting.block import BlockModel
 from localllm.engine.drafting.model import DraftModel
@@ -46,7 +48,7 @@ from localllm.loading.model_info import ModelInfo, file_type_name
 from localllm.loading.placement import Placement, Plan, Planner, fit, widened, with_experts_in_file
 from localllm.loading.progress import of_stage
 from localllm.loading.projector_files import find_projectors
-from localllm.models.adapters import with_adapters
+from localllm.models.adapters import Adapter, with_adapters
 from localllm.models.config import ModelMetadata
 from localllm.models.mtp import hidden_norm, hidden_states
 from localllm.models.registry import DRAFTERS, Model, find_architecture, has_block, read_model
@@ -90,6 +92,11 @@ def load_file(options: LoadOptions) -> LoadedModel:
         if encoder is not None:
             on_failure.callback(encoder.close)
         sources = [_read(file, options, "the model", adapts=True, sees=encoder is not None)]
+        store = None
+        if options.prompt_cache is not None and sources[0].model.pooling is None:
+            size = options.prompt_cache_size
+            store = open_store(Path(options.prompt_cache), None if size is None else round(size * 1e9))
+            on_failure.callback(store.close)
         reading = files.enter_context(_TokenizerReader(file))
         template_source, template = TemplateSource.of_file(sources[0].file), None
         defaults = sampling_defaults(sources[0].file.metadata)
@@ -139,12 +146,34 @@ def load_file(options: LoadOptions) -> LoadedModel:
             n_values = sum(prod(use.weight.shape) for use in weights_of(sources[1].model.graph))
             draft_info = replace(draft_info, n_parameters=n_values)
         info, warnings = replace(info, draft=draft_info), warnings + notices
-    on_end = partial(_close, devices if encoder is None else (encoder, *devices))
-    loop = EngineLoop(runner, drafting, encoder, step_s=options.step_s, on_end=on_end)
+    loop = EngineLoop(
+        runner,
+        drafting,
+        encoder,
+        step_s=options.step_s,
+        store=store,
+        label_of=partial(_cache_label, info, sources[0].adapters),
+        is_scoped=options.cache_scope == "key",
+        on_end=partial(_close, devices if encoder is None else (encoder, *devices)),
+    )
+    if store is not None and (notice := store.take_notice()):
+        warnings += (Notice(notice),)
     engine = Engine(loop, max_waiting=options.max_waiting)
     return LoadedModel(
         tokenizer, engine, embedder, encoder, options, info, template_source, defaults, template, warnings
     )
+
+
+def _cache_label(info: ModelInfo, adapters: Sequence[Adapter], tree: Any) -> str | None:
+    """Return the label of the blocks on disk (`localllm.engine.records`) of requests with this `Request.tree`.
+
+    None if the requests edit values: their blocks are not stored.
+    """
+    scope, scales, edits = tree if tree and isinstance(tree[0], str) else ("", tree, None)
+    if edits is not None:
+        return None
+    used = [(adapter.fingerprint, scale) for adapter, scale in zip(adapters, scales, strict=False) if scale]
+    return json.dumps([info.title, info.cache_type, info.prompts_key, scope, used])
 
 
 def sampling_defaults(metadata: Mapping[str, object]) -> dict[str, Any]:
@@ -212,6 +241,7 @@ class _ModelSource:
     read: Callable[[int | None], Model]  # returns the model for a context
     model: Model  # the model for the requested context
     hidden: Tensor | None = None  # tensor that `ModelRunner.hidden` reads; None if no draft model reads it
+    adapters: Sequence[Adapter] = ()
     watch: Callable[[Graph], Tensor] = hidden_states  # returns that tensor of a graph, and marks it as watched
 
     def read_again(self, context: int) -> Model:
@@ -230,7 +260,7 @@ def _read(
     sees: bool = False,
     target: Callable[[], Graph | None] = lambda: None,
 ) -> _ModelSource:
-    adapters = []
+    adapters = list[Adapter]()
     if adapts and options.adapters:
         from localllm.loading.adapters import read_adapter  # imported here: it imports what converts checkpoints
 
@@ -240,7 +270,7 @@ def _read(
         model = read_model(file, context, options.cache_type, is_block=is_block, sees=sees, target=target())
         return replace(model, graph=with_adapters(model.graph, adapters)) if adapters else model
 
-    return _ModelSource(name, file, read, read(options.context))
+    return _ModelSource(name, file, read, read(options.context), adapters=adapters)
 
 
 def _read_draft(file: GGUFFile, target: _ModelSource, options: LoadOptions) -> _ModelSource:

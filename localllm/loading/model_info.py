@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from localllm.kernels.graph import CacheType, Weight
 from localllm.loading.placement import EncoderInfo, Format, Placement, sum_formats
 from localllm.models.config import ModelConfig
+from localllm.version import __version__
 
 #: Names of ``general.file_type`` (llama.cpp's ``enum llama_ftype``), in order; "-" for removed types.
 _FILE_TYPES = """
@@ -111,6 +113,17 @@ class ModelInfo:
     def cache_type(self) -> CacheType:
         """The type of keys and values in the cache."""
         return self.placement.cache_type
+
+    @property
+    def prompts_key(self) -> str:
+        """A hash of everything that determines the cache of a prompt: model, version, devices, kernels, type."""
+        is_long = self.context > self.config.original_context  # some models rotate differently then
+        devices = [(group.name, group.device, group.kernels) for group in self.placement.groups]
+        text = f"{self.fingerprint} {__version__} {self.kernels} {devices} {self.cache_type} {is_long}"
+        # The cache also stores the keys and values of a DFlash drafter.
+        if self.draft is not None and self.draft.architecture == "dflash":
+            text += f" {self.draft.fingerprint}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def gpu_bytes(self) -> int:

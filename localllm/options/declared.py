@@ -26,7 +26,7 @@ from localllm.errors import Argument, UsageError
 from localllm.nesting import parse_json
 from localllm.options.checks import as_int, check_keywords
 from localllm.options.foreign_names import THEIR_OPTIONS
-from localllm.options.types import DEFAULT_DRAFTS, MAX_DRAFTS, Overflow, Speculate, SplitMode
+from localllm.options.types import DEFAULT_DRAFTS, MAX_DRAFTS, CacheScope, Overflow, Speculate, SplitMode
 
 if TYPE_CHECKING:
     from localllm.kernels.graph import CacheType
@@ -163,6 +163,7 @@ _MIROSTAT = OptionKind("0 (off) or 2", lambda value: n if (n := as_int(value)) i
 _TOKENS = _whole(1, "a whole number from 1 to 2^63 - 1", 1 << 63)
 _TEXT, _NAME = _of_type("text (str)", str), _of_type("", str).read
 _PATH = _of_type("the path of a GGUF file, as str or Path", (str, os.PathLike), "FILE")
+_FOLDER = _of_type("the path of a folder, as str or Path", (str, os.PathLike), "DIR")
 _MMPROJ = OptionKind(
     "the path of a GGUF file, as str or Path, or False",
     lambda value: value if value is False or isinstance(value, str | os.PathLike) else None,
@@ -414,6 +415,31 @@ class LoadOptions(_Checked):
         "maximum number of tokens of an image; larger images are scaled down",
         "--",
         none="the limit of the model's released processor",
+    )
+    prompt_cache: str | os.PathLike[str] | None = _call_option(
+        None,
+        _FOLDER,
+        "folder that stores evaluated prompts, so that they are not evaluated again after a restart.  Prompts and "
+        "replies are stored while the model runs, and found by any later prompt with the same beginning.  The folder "
+        "contains your texts as token ids; only its owner can read it.",
+        "--prompt-cache --slot-save-path",
+        none="no folder",
+    )
+    prompt_cache_size: float | None = _call_option(
+        None,
+        _number(0.01, "a number of gigabytes of at least 0.01"),
+        "most GB of the folder.  Prompts that were not used for the longest time are removed first, beginnings that "
+        "several prompts share last.",
+        "--prompt-cache-size",
+        none="4, or 5% of the free space if that is less",
+    )
+    cache_scope: CacheScope = _call_option(
+        "all",
+        _one_of("all", "key"),
+        "which requests share evaluated prompts, in memory and in the folder: all requests, or only requests with "
+        "the same API key (the option ``client``).  If all share them, a client can measure whether another client "
+        "has sent the same words.",
+        "--",
     )
     progress: LoadProgress | None = _call_option(
         None,

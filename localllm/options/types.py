@@ -21,6 +21,9 @@ Speculate = Literal["auto", "lookup", "draft", "mtp"]
 #: How GPUs share a model: whole layers per GPU, or a part of every layer.
 SplitMode = Literal["layer", "row"]
 
+#: Requests that share evaluated prompts: all requests, or requests with the same API key.
+CacheScope = Literal["all", "key"]
+
 #: Priority of requests: "background" requests wait for "normal" requests.
 Priority = Literal["normal", "background"]
 

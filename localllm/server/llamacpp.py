@@ -63,7 +63,7 @@ MAX_CONTENT = 1_500_000
 _MAX_FIELDS = 100
 
 #: Valid file names of saved prompts.
-_FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)
+_FILE_NAME = re.compile(r"(?!lock$|.*\.blocks$)[\w-][\w.-]{0,127}", re.ASCII)
 
 
 async def health(request: Request, dispatcher: Dispatcher) -> Response:
@@ -208,6 +208,7 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
         for name, help, value in (
             ("llamacpp:prompt_tokens_total", "prompt tokens evaluated", counts.prompt_tokens),
             ("llamacpp:prompt_tokens_cached_total", "prompt tokens found in the cache", counts.cached_tokens),
+            ("localllm_prompt_tokens_restored_total", "tokens of the cache read from disk", counts.restored_tokens),
             ("llamacpp:tokens_predicted_total", "tokens generated", counts.generated_tokens),
             ("llamacpp:n_decode_total", "steps", counts.steps),
             ("llamacpp:prompt_seconds_total", "seconds of evaluating prompts", counts.prefill_s),

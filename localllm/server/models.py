@@ -158,7 +158,7 @@ class Models:
             self.served[name] = model = ServedModel(name, preset, preset.ttl_s, dict(preset.adapters))
             self._by_key |= dict.fromkeys(map(_key, (*preset.aliases, key)), model)
         # n_loads: number of loads of all models
-        # prompts: folder for the evaluated prompts of unloaded models; None if they are not saved
+        # prompts: folder for files of `LLM.save_prompts`; None if clients cannot save any
         self.n_loads, self.prompts = 0, prompts
         self.steering = steering
         self.is_closed = False  # no model is loaded after this
@@ -257,7 +257,6 @@ class Models:
         # Stored now, because a request for them after unloading would load the model again.
         with contextlib.suppress(LocalLLMError):  # its template may be invalid
             served.props = await self._in_thread(self.describe, served.llm)
-        await self._in_thread(self._load_prompts, served)
 
     async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
@@ -268,25 +267,6 @@ class Models:
             raise ClosedError("the server is stopping: send the request again later")
         if stage == "weights":
             served.load_progress = n_done / max(1, total)
-
-    def _load_prompts(self, served: ServedModel) -> None:
-        if self.prompts is None or served.llm is None:
-            return
-        path = self.prompts / f"{served.llm.prompts_key}.prompts"
-        if path.exists():
-            try:
-                self.log(f"{served.name}: {served.llm.load_prompts(path):,} tokens of prompts are evaluated already")
-            except LocalLLMError as error:
-                self.log(f"{error}; it is left out")
-
-    def _save_prompts(self, served: ServedModel, llm: LLM) -> None:
-        if self.prompts is None:
-            return
-        try:
-            n = llm.save_prompts(self.prompts / f"{llm.prompts_key}.prompts")
-            self.log(f"{served.name}: {n:,} tokens of prompts are saved")
-        except LocalLLMError as error:
-            self.log(f"prompts of {served.name} are not saved: {error}")
 
     def begin_load(self, served: ServedModel) -> None:
         """Start loading a model.  Errors are logged."""
@@ -309,7 +289,6 @@ class Models:
         llm, served.llm = served.llm, None
         if llm is not None:
             served.last_counts = llm.counts
-            await self._in_thread(self._save_prompts, served, llm)
             await self._in_thread(llm.close)
             served.ttl_s = served.preset.ttl_s
             self.log(f"unloaded {served.name}")

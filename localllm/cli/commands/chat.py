@@ -17,7 +17,9 @@ from localllm.cli.shared_flags import (
     SPECULATION,
     STEERING,
     SYSTEM,
+    options,
 )
+from localllm.options.declared import LoadOptions
 
 
 def run(arguments: argparse.Namespace) -> int | None:
@@ -45,6 +47,11 @@ COMMAND = Command(
             flag("--list", "list chats and their ids", dest="list_chats"),
         ],
         SYSTEM,
+        [
+            *options(LoadOptions, "prompt_cache"),
+            flag("--no-prompt-cache", "do not store evaluated chats; they then continue more slowly after a restart"),
+        ],
+        *options(LoadOptions, "prompt_cache_size"),
         flag("--prefix TEXT", "start every reply with TEXT"),
         flag(
             "--when-full ask|drop|summarise|stop",

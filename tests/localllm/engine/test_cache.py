@@ -101,7 +101,7 @@ KINDS = {
 }
 
 
-def contents(cache: PagedCache, kept: FakeCache) -> dict[tuple[int, ...], object]:
+def contents(cache: PagedCache, kept: FakeCache) -> dict[tuple[int, ...], tuple[list[object], dict[int, list[int]]]]:
     """Return, for each path of blocks, the contents of its pages and its snapshots."""
     return {
         tuple(id_ for block in blocks for id_ in block.ids): (
@@ -603,34 +603,79 @@ def test_no_damage_is_loaded(prompts: Path) -> None:
         cache, kept = new_cache(*KINDS["all"])
         with pytest.raises(PromptCacheError, match="not a complete file of saved prompts: delete it"):
             saved_prompts.load(at_once(cache), prompts, "a key")
-        found = contents(cache, kept)
-        assert {text: whole[text] for text in found} == found
+        for ids, (pages, snapshots) in contents(cache, kept).items():
+            whole_pages, whole_snapshots = whole[ids]
+            assert all(page in (False, saved) for page, saved in zip(pages, whole_pages, strict=True))
+            assert snapshots.items() <= whole_snapshots.items()
 
 
 def test_a_block_of_another_cache_is_refused() -> None:
     cache, kept = new_cache(*KINDS["all"])
     page, state = kept.read(0, 0), kept.read(None, 0)
     good = {0: page, 1: page}
-    for ids, pages, snapshots in (
-        ([], good, {}),
-        ([0] * (PAGE_SIZE + 1), good, {}),
-        ([1], {1: page}, {}),
-        ([1], {0: page, -1: page}, {}),
-        ([1], {0: page, 2: page}, {}),
-        ([1], {0: page[:-4]}, {}),
-        ([1], good, {1: state[:-4]}),
-    ):
+    uses: list[tuple[Block, int]] = []
+    faulty: list[tuple[list[int], dict[int, bytes]]] = [
+        ([], good),
+        ([0] * (PAGE_SIZE + 1), good),
+        ([1], {0: page, -1: page}),
+        ([1], {0: page, -2: state}),
+        ([1], {0: page, 2: page}),
+        ([1], {0: page[:-4]}),
+        ([1], {**good, -1: state[:-4]}),
+    ]
+    for ids, parts in faulty:
         with pytest.raises(ValueError, match="not fit this cache"):
-            cache.restore(cache.root, ids, pages, snapshots)
-        assert cache.n_available == cache.n_pages
-        assert not cache.root.tails
-    tail = cache.restore(cache.root, [1], good, {1: state})
+            cache.restore(cache.root, ids, parts, uses)
+    assert cache.restore(cache.root, [1], {1: page}, uses) is None
+    assert cache.n_available == cache.n_pages
+    assert not cache.root.tails
+    assert not uses
+    tail = cache.restore(cache.root, [1], {**good, -1: state}, uses)
     assert tail is not None
     with pytest.raises(ValueError, match="not fit this cache"):
-        cache.restore(tail, [1], good, {})
+        cache.restore(tail, [1], good, uses)
 
 
-def contents_of(path: Path) -> dict[tuple[int, ...], object]:
+def test_parts_are_added_to_a_block() -> None:
+    """The page of a window and a snapshot come later, while a sequence uses the block."""
+    (cache, _), (source, source_kept) = new_cache(*KINDS["all"]), new_cache(*KINDS["all"])
+    ids = list(range(PAGE_SIZE))
+    filled(source, source_kept, ids)
+    [block] = source.root.children.values()
+    data = {group: source_kept.read(group, page) for group, page in enumerate(block.pages)}
+    first: list[tuple[Block, int]] = []
+    restored = cache.restore(cache.root, ids, {0: data[0]}, first)
+    assert restored is not None
+    assert restored.pages[1] == NONE
+    assert cache.n_usable([*ids, 9], ()) == 0
+    second: list[tuple[Block, int]] = []
+    state = source_kept.read(None, next(iter(block.snapshots.values()), 0))
+    assert cache.restore(cache.root, ids, {1: data[1], -PAGE_SIZE: state}, second) is restored
+    cache.restored(first)
+    assert cache.n_available == cache.n_pages - 1
+    cache.restored(second)
+    assert cache.n_available == cache.n_pages
+    assert cache.n_usable([*ids, 9], ()) == PAGE_SIZE
+
+
+def test_a_block_that_is_being_restored_is_copied() -> None:
+    """Two users would both free its page."""
+    cache, kept = new_cache()
+    page = np.array([1, 2, -1, -1], np.int32).tobytes()
+    uses: list[tuple[Block, int]] = []
+    cache.restore(cache.root, [1, 2], {0: page}, uses)
+    sequence = cache.begin([1, 2, 3, 4, 5])
+    assert sequence.ids == [1, 2]
+    assert write(cache, kept, sequence, [3, 4, 5])
+    other = filled(cache, kept, [1, 2, 3, 4, 6])
+    cache.release(sequence)
+    cache.release(other)
+    cache.restored(uses)
+    assert cache.n_available == cache.n_pages
+    assert read(kept, cache.begin([1, 2, 3, 4, 5, 7])) == [1, 2, 3, 4, 5]
+
+
+def contents_of(path: Path) -> dict[tuple[int, ...], tuple[list[object], dict[int, list[int]]]]:
     cache, kept = new_cache(*KINDS["all"])
     saved_prompts.load(at_once(cache), path, "a key")
     return contents(cache, kept)

@@ -39,8 +39,8 @@ def test_options_are_declared_as_type_checkers_know_them() -> None:
 
 @pytest.mark.parametrize("cls", [LoadOptions, Sampling, CheckedOptions])
 def test_flags_set_the_option_of_their_name(cls: type) -> None:
-    generate = parser_of("generate")
-    actions = {flag: action for action in generate._actions for flag in action.option_strings}
+    parsers = parser_of("serve"), parser_of("generate")
+    actions = {flag: action for parser in parsers for action in parser._actions for flag in action.option_strings}
     flags = {flag: name for name, option in declared(cls).items() for flag in flags_of(name, option)}
     assert flags
     for flag, name in flags.items():

@@ -17,6 +17,7 @@ from localllm.llm import LLM
 from localllm.openai_format import text_logprobs_json, tokens_json
 from localllm.sampling import Choice
 from localllm.server import llamacpp
+from localllm.server.http import Limits
 from localllm.tokenizer.stream import TextOffsets
 from tests.helpers.engines import eventually
 from tests.helpers.http_server import CALLS_TEMPLATE, TOOLS_TEMPLATE, Serving, demo, scripted, serving
@@ -238,7 +239,8 @@ def test_slots_are_saved_and_restored(tmp_path: Path) -> None:
         post(server, "/slots/1?action=erase")
         assert post(server, "/slots/1?action=restore", filename="a.bin")["n_restored"] == n
         assert evaluated(server) == 1
-        for filename in ("", "../a.bin", "/etc/passwd", ".hidden", "a/b", "x" * 200, "é" * 128, "a\0"):
+        of_the_store = ("000000001.blocks", "lock")
+        for filename in ("", "../a.bin", "/etc/passwd", ".hidden", "a/b", "x" * 200, "é" * 128, "a\0", *of_the_store):
             response = httpx.post(server.url + "/slots/0?action=restore", json={"filename": filename})
             assert response.status_code == 400
         (tmp_path / "b.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1])
@@ -258,12 +260,28 @@ def test_prompts_outlive_the_server(tmp_path: Path) -> None:
     for damage in (False, False, True):
         for path in tmp_path.iterdir() if damage else ():
             path.write_bytes(path.read_bytes()[:100])
-        with serving(demo(), prompts=tmp_path) as server:
+        with serving(demo(prompt_cache=tmp_path)) as server:
             reply = post(server, "/v1/chat/completions", **chat)
         texts.append(reply["choices"][0]["message"]["content"])
         cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert texts == texts[:1] * 3
     assert cached == [0, reply["usage"]["prompt_tokens"] - 1, 0]
+
+
+def test_keys_share_nothing_if_the_cache_is_scoped(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "Tell me a story about a dog."}], "max_tokens": 3}
+    for scope, sharing in (("key", False), ("all", True)):
+        load = demo(prompt_cache=tmp_path / scope, cache_scope=scope)
+        with serving(load, limits=Limits(api_keys=["one", "two"])) as server:
+
+            def cached(key: str, url: str = server.url) -> int:
+                headers = {"Authorization": f"Bearer {key}"}
+                reply = httpx.post(f"{url}/v1/chat/completions", json=chat, headers=headers, timeout=300).json()
+                return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+            assert cached("one") == 0
+            assert (cached("two") > 0) == sharing
+            assert cached("one") > 0
 
 
 @pytest.mark.parametrize("template", [TOOLS_TEMPLATE, CALLS_TEMPLATE], ids=["unknown format", "known format"])

@@ -73,7 +73,7 @@ def test_it_serves_until_it_is_told_to_stop(number: signal.Signals, tmp_path: Pa
         assert response.status_code == 200
         process.send_signal(number)
         assert process.wait(60) == 0
-    assert len(list((tmp_path / "prompts").glob("*.prompts"))) == 1
+    assert len(list((tmp_path / "prompts").glob("*.blocks"))) == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX permissions")
