@@ -47,10 +47,7 @@ NO_EFFECT = split_names(
             "0",
             "all requests share one cache",
         ),
-        "-cram --cache-ram": (
-            "1",
-            "prompts stay in the KV cache; serve --prompt-cache DIR saves them on disk",
-        ),
+        "-cram --cache-ram": ("1", "prompts stay in the KV cache; serve --prompt-cache DIR saves them on disk"),
         "-fit --fit": ("?", "options that are not set are always chosen to fit in memory"),
         "-fitt --fit-target -fitc --fit-ctx": ("1", "options that are not set are always chosen to fit in memory"),
         "-st --single-turn": ("0", "localllm generate answers one prompt, localllm chat continues"),

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from localllm.cli import shared_flags as flags
 from localllm.cli.parser import Command, Positionals, flag
-from localllm.cli.shared_flags import (
-    ENDING,
-    LORA,
-    LOUDNESS,
-    MEDIA,
-    MODEL_OR_WORD,
-    PRESETS,
-    RUNNING,
-    SAMPLING,
-    SPECULATION,
-    SYSTEM,
-)
 
 
 def run(arguments: argparse.Namespace) -> int | None:
@@ -30,11 +19,11 @@ COMMAND = Command(
     "chat with a model",
     [
         "model",
-        *MODEL_OR_WORD,
-        PRESETS,
-        *RUNNING,
-        *MEDIA,
-        LORA,
+        *flags.MODEL_OR_WORD,
+        flags.PRESETS,
+        *flags.RUNNING,
+        *flags.MEDIA,
+        flags.LORA,
         "conversation",
         flag("--plain", "chat line by line instead of in the full-screen app"),
         [
@@ -42,7 +31,7 @@ COMMAND = Command(
             flag("--session ID", "continue this chat; the start of its id is enough"),
             flag("--list", "list chats and their ids", dest="list_chats"),
         ],
-        SYSTEM,
+        flags.SYSTEM,
         flag("--prefix TEXT", "start every reply with TEXT"),
         flag(
             "--when-full ask|drop|summarise|stop",
@@ -50,11 +39,11 @@ COMMAND = Command(
             default="ask",
         ),
         "where replies end",
-        *ENDING,
-        *SAMPLING,
-        *SPECULATION,
+        *flags.ENDING,
+        *flags.SAMPLING,
+        *flags.SPECULATION,
         "output",
-        LOUDNESS,
+        flags.LOUDNESS,
     ],
     run,
     """\

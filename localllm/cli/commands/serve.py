@@ -349,12 +349,7 @@ COMMAND = Command(
     "serve models to other programs over HTTP",
     [
         "models",
-        several(
-            "-m --model FILE",
-            "GGUF file, or a name that localllm models lists",
-            model_file,
-            dest="models",
-        ),
+        several("-m --model FILE", "GGUF file, or a name that localllm models lists", model_file, dest="models"),
         PRESETS,
         several("-a --alias NAME", "additional name of the first model, shown in lists", dest="aliases"),
         several(
