@@ -44,7 +44,7 @@ from localllm.options.declared import GRAMMARS, CheckedOptions, LoadOptions, Sam
 from localllm.options.foreign_names import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.options.keywords import Options
 from localllm.options.types import LoadProgress, SplitMode
-from localllm.sampling import make_sampler
+from localllm.sampling import Sampler
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
 
@@ -1094,7 +1094,7 @@ class LLM:
             raise ContextLengthError(len(ids), engine.context, *remedies, truncated=truncated)
         speculate = _drafting(checked, engine.drafts_by)
         text_of = text_ids(ids) if media.placed else ids
-        sampler = make_sampler(
+        sampler = Sampler(
             sampling,
             engine.n_vocab,
             prompt_ids=text_of,
