@@ -967,7 +967,7 @@ class LLM:
         splitter = parser.splitter()
         if not isinstance(parse, ChosenTools):
             offered = [] if parse is False else (tools or ()) if parse is True else parse
-            parse, chosen = parse is not False, ChosenTools([dict(tool) for tool in offered], [])
+            parse, chosen = parse is not False, ChosenTools([dict(tool) for tool in offered])
         else:
             chosen, parse = parse, True
         parser.offer(chosen.offered)
@@ -1016,6 +1016,7 @@ class LLM:
         grammar = call_grammar(
             call_format or DESCRIBED,
             callable_tools,
+            chosen.custom,
             must_call=bool(chosen.forced),
             one_call=chosen.one_call,
         )

@@ -35,10 +35,7 @@ _AUDIO = ("audio", "input_audio", "audio_url")
 #: Types of parts with a file or a passage: in OpenAI's two APIs, and in Anthropic's API.
 _DOCUMENTS = ("file", "input_file", "document", "search_result")
 #: Per kind: its word in errors, its keys in a part, and the media type of an example.
-_MEDIA = {
-    "image": ("image", IMAGE_KEYS, "image/png"),
-    "audio": ("audio", _AUDIO, "audio/wav"),
-}
+_MEDIA = {"image": ("image", IMAGE_KEYS, "image/png"), "audio": ("audio", _AUDIO, "audio/wav")}
 #: Characters that are stripped from both ends of a URL, and characters that are removed everywhere in it.
 _URL_SPACE, _NO_LINES = "".join(map(chr, range(33))), dict.fromkeys(map(ord, "\t\n\r"))
 #: Maximum tokens of an image that a client sends with low detail.
@@ -321,7 +318,10 @@ def decoded(text: str, name: str) -> bytes:
 
 
 def read_calls(number: int, calls: object) -> tuple[ToolCall, ...]:
-    """Tool calls in OpenAI's form, ``{"id": …, "function": {"name": …, "arguments": …}}``, or the inner part."""
+    """Tool calls in OpenAI's form, ``{"id": …, "function": {"name": …, "arguments": …}}``, or the inner part.
+
+    Calls of custom tools have ``"custom": {"name": …, "input": …}``.
+    """
     if calls is None:
         return ()
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
@@ -329,6 +329,8 @@ def read_calls(number: int, calls: object) -> tuple[ToolCall, ...]:
     read = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(custom := function.get("custom"), Mapping):
+            function = {"name": custom.get("name"), "arguments": {"input": custom.get("input") or ""}}
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str):
             raise TemplateError(f"a tool call of message {number} has no function with a name")

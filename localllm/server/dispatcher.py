@@ -134,7 +134,7 @@ class Dispatcher:
 
     async def read(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
         """Calls ``work`` with a request's fields, in another thread if the request is long."""
-        if not request.state.is_long:
+        if not request.state.is_slow:
             return work(*args)
         return await self._run(request, self._long_threads, work, *args)
 
@@ -150,7 +150,7 @@ class Dispatcher:
         return await self._run(request, self._body_thread, work, *args)
 
     def _threads_for(self, request: Request, threads: ThreadPoolExecutor) -> ThreadPoolExecutor:
-        return self._long_threads if request.state.is_long else threads
+        return self._long_threads if request.state.is_slow else threads
 
     async def _run(
         self,

@@ -293,8 +293,8 @@ def test_servers_open_no_files_and_no_addresses(dialect: str, given: Any, words:
 def test_a_choice_of_tools(choice: Any, forced: bool) -> None:
     body = {"messages": [HI], "tools": [TOOL], "tool_choice": choice}
     job = openai._chat_job(msgspec.convert(body, openai.ChatRequest))
-    assert job.tools == [TOOL]
-    assert bool(job.forced) == forced
+    assert job.chosen.offered == [TOOL]
+    assert bool(job.chosen.forced) == forced
 
 
 @pytest.mark.parametrize("choice", ["foo", "Required", "", {"type": "foo"}, {"type": "function"}, {"type": "tool"}])
@@ -318,9 +318,9 @@ def test_documents_of_text_are_text() -> None:
 
 def test_a_format_of_the_reply_forces_no_call() -> None:
     body = {"messages": [HI], "tools": [TOOL], "response_format": {"type": "json_object"}}
-    assert not openai._chat_job(msgspec.convert(body, openai.ChatRequest)).forced
+    assert not openai._chat_job(msgspec.convert(body, openai.ChatRequest)).chosen.forced
     body = {"messages": [HI], "tools": [TOOL], "tool_choice": "required"}
-    assert openai._chat_job(msgspec.convert(body, openai.ChatRequest)).forced
+    assert openai._chat_job(msgspec.convert(body, openai.ChatRequest)).chosen.forced
 
 
 def test_what_was_thought_before_calls_belongs_to_them_alone() -> None:
