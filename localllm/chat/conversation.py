@@ -179,27 +179,22 @@ def read_parts(
         part_type = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if part_type in ("thinking", "reasoning"):
             thoughts.append(str(part.get("thinking") or part.get("text") or ""))
-            continue
-        if part_type in IMAGE_TYPES or part_type in _AUDIO:
+        elif part_type in IMAGE_TYPES or part_type in _AUDIO:
             parts.append(_media("image" if part_type in IMAGE_TYPES else "audio", number, part, may_open_files))
-            continue
-        if part_type in _DOCUMENTS:
+        elif part_type in _DOCUMENTS:
             parts += _document(number, role, part, skipped)
-            continue
-        text: object = part
-        if isinstance(part, Mapping):
-            text = part.get("text", part.get("refusal")) if part_type in _TEXTS else None
-        if not isinstance(text, str):
-            if part_type in _TEXTS:
+        elif part_type in _TEXTS:
+            text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else part
+            if not isinstance(text, str):
                 raise TemplateError(f"a part of message {number} has no text: write {_PART}")
-            if skipped is not None:
-                skipped.append(str(part_type))
-                continue
+            parts.append(text)
+        elif skipped is not None:
+            skipped.append(str(part_type))
+        else:
             raise TemplateError(
                 f"message {number} has a part of type {quoted(part_type)}, but a message has text, images and audio: "
                 f"write parts as {_PART}"
             )
-        parts.append(text)
     return tuple(parts), "".join(thoughts)
 
 

@@ -250,11 +250,8 @@ class Rendering:
         if first is None:
             return [replace(system, role="user"), *remaining]
         user_message = remaining[first]
-        parts = (
-            (f"{system.text}\n", *user_message.parts)
-            if user_message.media
-            else (f"{system.text}\n{user_message.text}",)
-        )
+        text = f"{system.text}\n"
+        parts = (text, *user_message.parts) if user_message.media else (text + user_message.text,)
         remaining[first] = replace(user_message, parts=parts)
         return remaining
 

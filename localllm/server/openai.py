@@ -249,11 +249,8 @@ class _ChatWriter(_OpenAIWriter[ChatRequest]):
         return json_response(self.json(choices, **_totals(replies), **verbose))
 
     def _logprobs(self, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
-        return (
-            None
-            if choices is None
-            else openai_format.chat_logprobs_json(self.pending.llm.tokenizer, choices, json_list)
-        )
+        tokenizer = self.pending.llm.tokenizer
+        return None if choices is None else openai_format.chat_logprobs_json(tokenizer, choices, json_list)
 
     def _delta(self, reply: Reply, chunk: Chunk) -> dict[str, Any]:
         """Return the ``delta`` of a chunk.  The input of a custom tool is sent when it is complete."""

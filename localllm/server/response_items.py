@@ -251,9 +251,8 @@ def _call(number: int, id_: str, name: object, arguments: object) -> Message:
 
 def _function(item: Mapping[str, Any]) -> tuple[object, object]:
     name = item.get("name")
-    return (flat_name(str(item.get("namespace") or ""), name) if isinstance(name, str) else name), item.get(
-        "arguments"
-    )
+    flat = flat_name(str(item.get("namespace") or ""), name) if isinstance(name, str) else name
+    return flat, item.get("arguments")
 
 
 def _custom(item: Mapping[str, Any]) -> tuple[object, object]:
