@@ -146,8 +146,4 @@ class Call:
 def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Schemas of the arguments by tool name, from tools as OpenAI's API describes them."""
     functions = [tool.get("function", tool) for tool in tools]
-    return {
-        str(function.get("name")): function.get("parameters")
-        for function in functions
-        if isinstance(function, Mapping)
-    }
+    return {str(f.get("name")): f.get("parameters") for f in functions if isinstance(f, Mapping)}

@@ -102,11 +102,8 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
 
     def preset(name: str, section: Mapping[str, Any], is_again: bool = False) -> Preset:
         model_arguments = arguments_of(name, section)
-        listed: dict[str, Any] = {
-            "aliases": _split_commas(model_arguments.aliases),
-            "tags": _split_commas(model_arguments.tags),
-        }
-        listed["system"] = section.get("system", "")
+        aliases, tags = _split_commas(model_arguments.aliases), _split_commas(model_arguments.tags)
+        listed: dict[str, Any] = {"aliases": aliases, "tags": tags, "system": section.get("system", "")}
         try:
             chat_template(model_arguments)
             _, load_preset = _loader(model_arguments, stats)
