@@ -45,7 +45,7 @@ from localllm.options.declared import GRAMMARS, CheckedOptions, LoadOptions, Sam
 from localllm.options.foreign_names import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.options.keywords import Options
 from localllm.options.types import CacheScope, Hook, LoadProgress, Progress, SplitMode
-from localllm.sampling import make_sampler
+from localllm.sampling import Sampler
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
 
@@ -1083,7 +1083,7 @@ class LLM:
         splitter = parser.splitter()
         if not isinstance(parse, ChosenTools):
             offered = [] if parse is False else (tools or ()) if parse is True else parse
-            parse, chosen = parse is not False, ChosenTools([dict(tool) for tool in offered], [])
+            parse, chosen = parse is not False, ChosenTools([dict(tool) for tool in offered])
         else:
             chosen, parse = parse, True
         parser.offer(chosen.offered)
@@ -1130,7 +1130,11 @@ class LLM:
         if call_format is None and not chosen.forced:
             return None
         grammar = call_grammar(
-            call_format or DESCRIBED, callable_tools, must_call=bool(chosen.forced), one_call=chosen.one_call
+            call_format or DESCRIBED,
+            callable_tools,
+            chosen.custom,
+            must_call=bool(chosen.forced),
+            one_call=chosen.one_call,
         )
         return grammar, CallSearch(grammar, opened, reply_prefix)
 
@@ -1206,7 +1210,7 @@ class LLM:
             remedies = (Argument("overflow", "truncate"),) if truncatable and not truncated else ()
             raise ContextLengthError(len(ids), engine.context, *remedies, truncated=truncated)
         text_of = text_ids(ids) if media.placed else ids
-        sampler = make_sampler(
+        sampler = Sampler(
             sampling,
             engine.n_vocab,
             prompt_ids=text_of,

@@ -6,7 +6,7 @@ Source: https://platform.openai.com/docs/api-reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from localllm.chat.conversation import ToolCall
@@ -21,22 +21,32 @@ def usage_json(n_prompt: int, n_completion: int) -> dict[str, Any]:
     return {**counts, "total_tokens": n_prompt + n_completion}
 
 
-def message_json(text: str, reasoning: str, calls: Sequence[ToolCall], **more: Any) -> dict[str, Any]:
+def message_json(
+    text: str, reasoning: str, calls: Sequence[ToolCall], custom: Container[str] = (), **more: Any
+) -> dict[str, Any]:
+    """Return the message of a reply.  ``custom``: names of the custom tools."""
     message = {"role": "assistant", "content": text or None if calls else text, **more}
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = [_call_json(call) for call in calls]
+        message["tool_calls"] = [_call_json(call, custom) for call in calls]
     return message
 
 
-def call_delta_json(call: CallDelta) -> dict[str, Any]:
-    """Return the ``delta`` of a chunk with the start of a call."""
-    return {"tool_calls": [{"index": call.index, **_call_json(call)}]}
+def call_delta_json(call: CallDelta, custom: Container[str] = ()) -> dict[str, Any]:
+    """Return the ``delta`` of a chunk with the start of a call.  ``custom``: names of the custom tools."""
+    return {"tool_calls": [{"index": call.index, **_call_json(call, custom)}]}
 
 
-def _call_json(call: ToolCall | CallDelta) -> dict[str, Any]:
+def _call_json(call: ToolCall | CallDelta, custom: Container[str]) -> dict[str, Any]:
+    if call.name in custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": custom_input(call)}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def custom_input(call: ToolCall | CallDelta) -> str:
+    """Return the text that a custom tool is called with; empty if the call is not complete."""
+    return str(call.values.get("input", "")) if isinstance(call, ToolCall) and call.arguments else ""
 
 
 def _finite(logprob: float | None) -> float:

@@ -35,10 +35,7 @@ _AUDIO = ("audio", "input_audio", "audio_url")
 #: Types of parts with a file or a passage: in OpenAI's two APIs, and in Anthropic's API.
 _DOCUMENTS = ("file", "input_file", "document", "search_result")
 #: Per kind: its word in errors, its keys in a part, and the media type of an example.
-_MEDIA = {
-    "image": ("image", IMAGE_KEYS, "image/png"),
-    "audio": ("audio", _AUDIO, "audio/wav"),
-}
+_MEDIA = {"image": ("image", IMAGE_KEYS, "image/png"), "audio": ("audio", _AUDIO, "audio/wav")}
 #: Characters that are stripped from both ends of a URL, and characters that are removed everywhere in it.
 _URL_SPACE, _NO_LINES = "".join(map(chr, range(33))), dict.fromkeys(map(ord, "\t\n\r"))
 #: Maximum tokens of an image that a client sends with low detail.
@@ -182,27 +179,22 @@ def read_parts(
         part_type = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if part_type in ("thinking", "reasoning"):
             thoughts.append(str(part.get("thinking") or part.get("text") or ""))
-            continue
-        if part_type in IMAGE_TYPES or part_type in _AUDIO:
+        elif part_type in IMAGE_TYPES or part_type in _AUDIO:
             parts.append(_media("image" if part_type in IMAGE_TYPES else "audio", number, part, may_open_files))
-            continue
-        if part_type in _DOCUMENTS:
+        elif part_type in _DOCUMENTS:
             parts += _document(number, role, part, skipped)
-            continue
-        text: object = part
-        if isinstance(part, Mapping):
-            text = part.get("text", part.get("refusal")) if part_type in _TEXTS else None
-        if not isinstance(text, str):
-            if part_type in _TEXTS:
+        elif part_type in _TEXTS:
+            text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else part
+            if not isinstance(text, str):
                 raise TemplateError(f"a part of message {number} has no text: write {_PART}")
-            if skipped is not None:
-                skipped.append(str(part_type))
-                continue
+            parts.append(text)
+        elif skipped is not None:
+            skipped.append(str(part_type))
+        else:
             raise TemplateError(
                 f"message {number} has a part of type {quoted(part_type)}, but a message has text, images and audio: "
                 f"write parts as {_PART}"
             )
-        parts.append(text)
     return tuple(parts), "".join(thoughts)
 
 
@@ -321,7 +313,10 @@ def decoded(text: str, name: str) -> bytes:
 
 
 def read_calls(number: int, calls: object) -> tuple[ToolCall, ...]:
-    """Tool calls in OpenAI's form, ``{"id": …, "function": {"name": …, "arguments": …}}``, or the inner part."""
+    """Tool calls in OpenAI's form, ``{"id": …, "function": {"name": …, "arguments": …}}``, or the inner part.
+
+    Calls of custom tools have ``"custom": {"name": …, "input": …}``.
+    """
     if calls is None:
         return ()
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
@@ -329,6 +324,8 @@ def read_calls(number: int, calls: object) -> tuple[ToolCall, ...]:
     read = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(custom := function.get("custom"), Mapping):
+            function = {"name": custom.get("name"), "arguments": {"input": custom.get("input") or ""}}
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str):
             raise TemplateError(f"a tool call of message {number} has no function with a name")

@@ -12,7 +12,7 @@ import json
 import string
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,20 +43,15 @@ _TOOL: dict[str, Any] = {"name": "zqtool", "description": "", "parameters": _SCH
 _TOOL = {"type": "function", "function": _TOOL}
 
 _TemplateMessages = list[dict[str, Any]]
-_Tools = Sequence[Mapping[str, object]] | None
 
 
+@dataclass(eq=False)
 class Rendering:
     """Converts conversations to the form that a template supports."""
 
-    def __init__(self, source: str, render: Callable[..., str | None]) -> None:
-        """Start with a template's source.
-
-        ``render`` renders messages, tools and other variables (keywords) with the generation prompt.  It returns None
-        if the template fails.
-        """
-        self._source = source
-        self._render = render
+    source: str  # of the template
+    #: Renders messages, tools and other variables (keywords) with the generation prompt; None if the template fails.
+    render: Callable[..., str | None]
 
     def messages(self, conversation: Sequence[Message]) -> _TemplateMessages:
         converted = list(conversation)
@@ -70,12 +65,7 @@ class Rendering:
 
         None if there are no consecutive messages of a role.
         """
-        merged: list[Message] = []
-        for message in conversation:
-            if merged and merged[-1].role == message.role and message.role in ("user", "assistant"):
-                merged[-1] = _joined([merged[-1], message])
-            else:
-                merged.append(message)
+        merged = _merged(conversation, [("user", "user"), ("assistant", "assistant")])
         return self.messages(merged) if len(merged) < len(conversation) else None
 
     def variables(self, variables: Mapping[str, object]) -> dict[str, object]:
@@ -85,7 +75,7 @@ class Rendering:
         whose own default is off (Gemma 4, DeepSeek).
         """
         switch = variables.get("enable_thinking", variables.get("thinking"))
-        if switch is False and not self._thinking_switches and any(tag in self._source for tag in TAGS):
+        if switch is False and not self._thinking_switches and any(tag in self.source for tag in TAGS):
             warn("this chat template has no switch for thinking: the model may think although it shall not")
         on = switch is None or bool(switch)
         return {**{name: _SWITCHES[name][not on] for name in self._thinking_switches}, **variables}
@@ -101,7 +91,7 @@ class Rendering:
             "supports_parallel_tool_calls": takes_calls and self._takes_parallel_calls,
             "supports_system_role": self._takes_systems,
             "supports_preserve_reasoning": self._keeps_reasoning,
-            "supports_reasoning_effort": "reasoning_effort" in self._source,
+            "supports_reasoning_effort": "reasoning_effort" in self.source,
             "supports_object_arguments": takes_calls and not self._wants_arguments_as_text,
         }
 
@@ -111,8 +101,12 @@ class Rendering:
         """Return whether the rendered messages contain all words, in this order."""
         return self._renders_converted([self._message(message) for message in messages], *words)
 
+    def _renders_turns(self, *turns: tuple[str, str]) -> bool:
+        """Return whether rendered messages, each a role and a word, contain all words, in this order."""
+        return self._renders([Message(role, (word,)) for role, word in turns], *(word for _, word in turns))
+
     def _renders_converted(self, messages: _TemplateMessages, *words: str) -> bool:
-        text = self._render(messages, None)
+        text = self.render(messages, None)
         if text is None or "{'type'" in text:  # parts in Python's notation
             return False
         position = 0
@@ -136,19 +130,16 @@ class Rendering:
 
     @cached_property
     def _takes_several_systems(self) -> bool:
-        messages = [Message("system", (_ONE,)), Message("system", (_TWO,)), Message("user", (_THREE,))]
-        return self._renders(messages, _ONE, _TWO, _THREE)
+        return self._renders_turns(("system", _ONE), ("system", _TWO), ("user", _THREE))
 
     @cached_property
     def _takes_later_systems(self) -> bool:
-        messages = [Message("user", (_ONE,)), Message("assistant", (_TWO,)), Message("system", (_THREE,))]
-        return self._renders([*messages, Message("user", (_ONE,))], _ONE, _TWO, _THREE, _ONE)
+        return self._renders_turns(("user", _ONE), ("assistant", _TWO), ("system", _THREE), ("user", _ONE))
 
     @cached_property
     def _takes_systems(self) -> bool:
-        messages = [Message("system", (_ONE,)), Message("user", (_TWO,))]
         # If the template does not even render a user message, the test has no meaning.
-        return self._renders(messages, _ONE, _TWO) or not self._renders(messages[1:], _TWO)
+        return self._renders_turns(("system", _ONE), ("user", _TWO)) or not self._renders_turns(("user", _TWO))
 
     @cached_property
     def _takes_developers(self) -> bool:
@@ -156,7 +147,7 @@ class Rendering:
         texts: dict[str, str] = {}
         for role in ("developer", "zqrole"):
             messages = [Message(role, (_ONE,)), Message("user", (_TWO,))]
-            texts[role] = self._render([self._message(message) for message in messages], None) or ""
+            texts[role] = self.render([self._message(message) for message in messages], None) or ""
         developer = texts["developer"]
         return _ONE in developer and developer.replace("developer", "zqrole") != texts["zqrole"]
 
@@ -167,7 +158,7 @@ class Rendering:
         result = Message("tool", (_TWO,), call_id=_SHORT_ID, name=NAME)
         messages = [Message("user", (_ONE,)), Message("assistant", calls=(call,)), result, Message("user", (_THREE,))]
         converted = [self._message(message) for message in messages]
-        text = self._render(converted, [_TOOL]) or self._render(converted, None) or ""
+        text = self.render(converted, [_TOOL]) or self.render(converted, None) or ""
         return 0 <= text.find(_ONE) < text.rfind(_TWO) < text.find(_THREE)
 
     @cached_property
@@ -192,7 +183,7 @@ class Rendering:
     @cached_property
     def call_format(self) -> CallFormat | None:
         """The template's format of tool calls; None if it is unknown."""
-        prompt = self._render([{"role": "user", "content": self._content((_ONE,))}], [_TOOL])
+        prompt = self.render([{"role": "user", "content": self._content((_ONE,))}], [_TOOL])
         for id_ in (f"functions.{NAME}:0", _SHORT_ID):
             for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
                 text = self._rendered_call(id_, arguments)
@@ -214,9 +205,9 @@ class Rendering:
         """The variables that switch thinking, detected because they change a rendered message."""
         messages: _TemplateMessages = [{"role": "user", "content": self._content((_ONE,))}]
         texts = {
-            name: [self._render(messages, None, **{name: value}) for value in values]
+            name: [self.render(messages, None, **{name: value}) for value in values]
             for name, values in _SWITCHES.items()
-            if name in self._source
+            if name in self.source
         }
         return [name for name, (on, off) in texts.items() if on != off and "True" not in (on or "")]
 
@@ -235,7 +226,7 @@ class Rendering:
             {"role": "assistant", "content": self._content(("",)), "tool_calls": [call]},
             {"role": "tool", "content": self._content((_THREE,)), "tool_call_id": id_, "name": NAME},
         ]
-        return self._render(messages, [_TOOL]) or self._render(messages, None)
+        return self.render(messages, [_TOOL]) or self.render(messages, None)
 
     # -- Input of the template -------------------------------------------------------------------------------------
 
@@ -259,11 +250,8 @@ class Rendering:
         if first is None:
             return [replace(system, role="user"), *remaining]
         user_message = remaining[first]
-        parts = (
-            (f"{system.text}\n", *user_message.parts)
-            if user_message.media
-            else (f"{system.text}\n{user_message.text}",)
-        )
+        text = f"{system.text}\n"
+        parts = (text, *user_message.parts) if user_message.media else (text + user_message.text,)
         remaining[first] = replace(user_message, parts=parts)
         return remaining
 
@@ -298,13 +286,7 @@ class Rendering:
         pairs = itertools.pairwise(message.role for message in messages)
         if ("tool", "user") not in pairs or self._takes_texts_after_results:
             return messages
-        merged: list[Message] = []
-        for message in messages:
-            if merged and (merged[-1].role, message.role) == ("tool", "user"):
-                merged[-1] = _joined([merged[-1], message])
-            else:
-                merged.append(message)
-        return merged
+        return _merged(messages, [("tool", "user")])
 
     def _content(self, parts: Sequence[str | Media]) -> Any:
         """Return parts in the template's form: a list for media, for several texts, or if required; else a string.
@@ -344,6 +326,17 @@ class Rendering:
 
 def _part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
+
+
+def _merged(messages: Sequence[Message], pairs: Sequence[tuple[str, str]]) -> list[Message]:
+    """Merge consecutive messages whose roles are one of ``pairs``."""
+    merged: list[Message] = []
+    for message in messages:
+        if merged and (merged[-1].role, message.role) in pairs:
+            merged[-1] = _joined([merged[-1], message])
+        else:
+            merged.append(message)
+    return merged
 
 
 def _joined(messages: Sequence[Message]) -> Message:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.chat.calls.formats import CONTROL_TAGS, TAGS, TAGS_IN_CALLS
-from localllm.chat.calls.patterns import BARE, PARTIAL_BARE_LIST, tool_name
+from localllm.chat.calls.patterns import BARE, PARTIAL_BARE_LIST
 from localllm.chat.calls.reader import CallReader
 from localllm.chat.calls.source import CallDelta, CallSource, Reading, parameters_of
 from localllm.chat.conversation import ToolCall
@@ -71,10 +71,8 @@ class ReplyParser:
 
         Text of the prefix is not emitted again; calls in the prefix are.
         """
-        ids = [
-            id_ for id_ in prompt_ids[-16 - 4 * len(prefix) :] if id_ >= 0
-        ]  # negative ids are placeholders of images
-        end = tokenizer.decode(ids, special=True)
+        last_ids = prompt_ids[-16 - 4 * len(prefix) :]
+        end = tokenizer.decode([id_ for id_ in last_ids if id_ >= 0], special=True)  # the others stand for images
         parser = cls(tools, opening_tag(end.removesuffix(prefix)))
         if prefix:
             parser._events = [event for event in parser.feed(prefix) if not isinstance(event, Piece)]
@@ -183,9 +181,10 @@ class ReplyParser:
         while not (text := source.rest.lstrip()) or self._may_be_bare(text):
             if not (yield from source.wait()):
                 break
-        bare = BARE.match(text)
-        if bare is not None and self._is_bare_call(bare):
-            yield from self._calls.read("")
+        if (bare := BARE.match(text)) is not None:
+            names = {bare["in_list"], bare["on_line"]} - {None}
+            if bare["has_keyword"] or all(map(self._calls.is_offered, names)):
+                yield from self._calls.read("")
         while True:
             opening = _OPENING.search(source.text, source.at)
             if opening is None:
@@ -203,13 +202,6 @@ class ReplyParser:
     def _may_be_bare(self, text: str) -> bool:
         """Whether text may be the start of a call without tags, before its arguments."""
         return self._calls.may_be_bare(text) or (text.startswith("[") and bool(PARTIAL_BARE_LIST.fullmatch(text)))
-
-    def _is_bare_call(self, bare: re.Match[str]) -> bool:
-        names = {bare["in_list"], bare["on_line"]} - {None}
-        return (
-            bool(bare["has_keyword"])
-            or {tool_name(name, self._calls.parameters) for name in names} <= self._calls.parameters.keys()
-        )
 
 
 def _breadth(space: str) -> tuple[int, int]:

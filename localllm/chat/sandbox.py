@@ -370,11 +370,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         # The odd names leave every keyword free for the template, as in jinja2.
         owner = __obj.__self__ if isinstance(__obj, BuiltinMethodType) else None
-        name = (
-            __obj.__name__
-            if isinstance(__obj, BuiltinMethodType | FunctionType | MethodType)
-            else type(__obj).__name__
-        )
+        is_function = isinstance(__obj, BuiltinMethodType | FunctionType | MethodType)
+        name = (__obj if is_function else type(__obj)).__name__
         if type(owner) is str and name in _TEXT_METHODS:
             __obj = partial(_text_method, name, owner)
         elif type(owner) is dict and name == "get":

@@ -25,7 +25,6 @@ from localllm.chat.rendering import Rendering
 from localllm.chat.template_source import USES, TemplateSource
 from localllm.errors import TemplateError, quoted, warn
 from localllm.tokenizer import Tokenizer
-from localllm.tokenizer.vocabulary import MetadataFile
 
 #: Words for several media of a kind.
 _PLURALS = {"image": "images", "audio": "audio"}
@@ -80,25 +79,7 @@ class ChatTemplate:
             raise TemplateError(f"{where} is not valid (line {error.lineno}): {_short_reason(error)}") from error
         except (RecursionError, SyntaxError, ValueError, MemoryError) as error:
             raise TemplateError(f"{where} cannot be compiled: {_short_reason(error)}") from error
-
-        def render(messages: object, tools: object, **more: object) -> str | None:
-            return self._attempt({"messages": messages, "tools": tools, "add_generation_prompt": True, **more})
-
-        self._rendering = Rendering(source, render)
-
-    @classmethod
-    def from_gguf(cls, file: MetadataFile, tokenizer: Tokenizer, *, name: str | None = None) -> ChatTemplate:
-        """Return the template of an open GGUF file, or `CHATML` (``is_fallback``) for a file without a template.
-
-        Args:
-            file: the model file.
-            tokenizer: the tokenizer of the same file.
-            name: a named template (``tokenizer.chat_template.NAME``), such as ``tool_use``.
-
-        Raises:
-            TemplateError: the template is not valid, or the file has no template called ``name``.
-        """
-        return cls.compile(TemplateSource.of_file(file, name), tokenizer)
+        self._rendering = Rendering(source, self._attempt)
 
     @classmethod
     def compile(cls, source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
@@ -223,14 +204,13 @@ class ChatTemplate:
         if (used := self.used_for({"tools": tools, **template_variables})) is not self:
             return used._rendered(conversation, tools, template_variables)
         variables = self._default_variables(tools) | self._rendering.variables(template_variables)
-        inputs = {"tools": tools, "add_generation_prompt": True, **variables}
         try:
-            text = self._text({"messages": self._rendering.messages(conversation), **inputs})
+            text = self._text(self._rendering.messages(conversation), tools, **variables)
         except TemplateError:
             raise
         except sandbox.RefusedError as error:
             alternating = self._rendering.alternating(conversation)
-            merged_text = None if alternating is None else self._attempt({"messages": alternating, **inputs})
+            merged_text = None if alternating is None else self._attempt(alternating, tools, **variables)
             if merged_text is None:
                 raise TemplateError(f"{self._where} refuses these messages: {_short_reason(error)}") from error
             text = merged_text
@@ -260,14 +240,15 @@ class ChatTemplate:
             name: value for name, value in defaults.items() if self.reads(name) and not self.reads("strftime_now")
         }
 
-    def _text(self, inputs: Mapping[str, object]) -> str:
+    def _text(self, messages: object, tools: object, /, **more: object) -> str:
+        inputs = {"messages": messages, "tools": tools, "add_generation_prompt": True, **more}
         variables = {**self._tokens, **inputs}
         return sandbox.render(self._template, {name: _plain(value, name) for name, value in variables.items()})
 
-    def _attempt(self, inputs: Mapping[str, object]) -> str | None:
+    def _attempt(self, messages: object, tools: object, /, **more: object) -> str | None:
         """Return the prompt; None if the template fails or rejects the messages."""
         try:
-            return self._text(inputs)
+            return self._text(messages, tools, **more)
         except Exception:
             return None
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from localllm.errors import TemplateError, path_text, quoted
+from localllm.errors import TemplateError, path_text
 from localllm.tokenizer.vocabulary import MetadataFile
 
 _KEY = "tokenizer.chat_template"
@@ -24,17 +24,11 @@ class TemplateSource:
     named: Mapping[str, str] = field(default_factory=dict)  # other templates of the file, by the names in `USES`
 
     @classmethod
-    def of_file(cls, file: MetadataFile, name: str | None = None) -> TemplateSource:
-        """Return the template of an open GGUF file.
-
-        ``name``: a named template (``tokenizer.chat_template.NAME``), such as ``tool_use``.
-        """
-        key = _KEY if name is None else f"{_KEY}.{name}"
-        text = file.metadata.get(key)
-        if text is None and name is not None:
-            raise TemplateError(f"{path_text(file.path)} has no chat template called {quoted(name)}")
+    def of_file(cls, file: MetadataFile) -> TemplateSource:
+        """Return the template of an open GGUF file."""
+        text = file.metadata.get(_KEY)
         if text is not None and not isinstance(text, str):
-            raise TemplateError(f"{path_text(file.path)}: {key} is not a string; the file is damaged")
-        texts = {} if name is not None else {use: file.metadata.get(f"{_KEY}.{use}") for use in USES}
+            raise TemplateError(f"{path_text(file.path)}: {_KEY} is not a string; the file is damaged")
+        texts = {use: file.metadata.get(f"{_KEY}.{use}") for use in USES}
         named = {use: text for use, text in texts.items() if isinstance(text, str)}
         return cls(text, f"the chat template of {path_text(os.path.basename(file.path))}", named)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.errors import UsageError
@@ -15,13 +15,19 @@ Tools = list[dict[str, Any]]
 class ChosenTools:
     """Tools that a reply may call, in OpenAI's format."""
 
-    offered: Tools
-    forced: Tools  # the reply must call one of these tools; empty if it may be text
+    offered: Tools = field(default_factory=list)
+    forced: Tools = field(default_factory=list)  # the reply must call one of these; empty if it may be text
     one_call: bool = False  # whether the reply has at most one call
+    #: Custom tools by name: syntax ("lark" or "regex") and definition of the input's grammar, or None.
+    custom: Mapping[str, tuple[str, str] | None] = field(default_factory=dict)
 
 
-def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
-    """Applies ``tool_choice``, in the format of OpenAI's or Anthropic's API."""
+def choose_tools(tools: Tools | None, choice: object = None, **more: Any) -> ChosenTools:
+    """Apply ``tool_choice``, in the format of OpenAI's or Anthropic's API.  ``more``: other fields of the result."""
+
+    def chosen(offered: Tools, forced: Tools) -> ChosenTools:
+        return ChosenTools(offered, forced, **more)
+
     tools = tools or []
     for number, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or "function" not in tool or not is_function(tool):
@@ -30,22 +36,21 @@ def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
     if isinstance(choice, Mapping):
         choice_type = choice.get("type", "function" if {"function", "name"} & choice.keys() else None)
     if choice_type in (None, "auto"):
-        return ChosenTools(tools, [])
+        return chosen(tools, [])
     if choice_type == "none":
-        return ChosenTools([], [])
+        return chosen([], [])
     if choice_type in ("required", "any"):
         forced = tools
-    elif choice_type in ("function", "tool") and isinstance(choice, Mapping):
-        function = choice.get("function", choice)
-        forced = _named(tools, [function])
+    elif choice_type in ("function", "tool", "custom") and isinstance(choice, Mapping):
+        forced = _named(tools, [choice])
     elif choice_type == "allowed_tools" and isinstance(choice, Mapping):
         allowed = choice.get("allowed_tools", choice)
         listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
         if not isinstance(listed, list):
             raise UsageError("tool_choice has no list of tools: write the allowed ones as 'tools'")
-        tools = _named(tools, [item.get("function", item) if isinstance(item, Mapping) else item for item in listed])
+        tools = _named(tools, listed)
         if allowed.get("mode", "auto") != "required":
-            return ChosenTools(tools, [])
+            return chosen(tools, [])
         forced = tools
     else:
         raise UsageError(
@@ -54,7 +59,7 @@ def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
         )
     if not forced:
         raise UsageError("tool_choice wants a call, but there are no tools: give some, or leave it out")
-    return ChosenTools(tools, forced)
+    return chosen(tools, forced)
 
 
 def is_function(tool: Mapping[str, Any]) -> bool:
@@ -63,10 +68,13 @@ def is_function(tool: Mapping[str, Any]) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])
 
 
-def _named(tools: Tools, functions: Sequence[object]) -> Tools:
+def _named(tools: Tools, references: Sequence[object]) -> Tools:
+    """Return the tools that the parts of a choice name, such as ``{"type": "custom", "custom": {"name": …}}``."""
     selected: Tools = []
-    for function in functions:
-        name = function.get("name") if isinstance(function, Mapping) else function
+    for reference in references:
+        if isinstance(reference, Mapping):
+            reference = reference.get("function", reference.get("custom", reference))
+        name = reference.get("name") if isinstance(reference, Mapping) else reference
         matches = [tool for tool in tools if tool["function"]["name"] == name]
         if not matches:
             words = "no tool" if name is None else f"{name!r:.80}, which is none of the tools"

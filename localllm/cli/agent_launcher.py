@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -17,14 +18,7 @@ from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import quote
 
-from localllm.cli.agent_server import (
-    ignored_interrupts,
-    running_models,
-    selected_model,
-    server_flags,
-    started_server,
-    stop,
-)
+from localllm.cli import agent_server
 from localllm.cli.agents import AGENTS, NO_KEY, Agent, Connection
 from localllm.cli.foreign_flags import nearest
 from localllm.cli.local_server import KEY_VARIABLE, address_of, ask, key_of
@@ -51,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     agent = _agent(arguments.agent)
     if arguments.context:
         _check_context(agent, arguments.context, "-c", "raise or remove -c")
-    models = running_models(arguments)
+    models = agent_server.running_models(arguments)
     if models is None:
         _select_default(arguments)
     if arguments.dry_run:
@@ -61,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     with (
         _signals_as_exceptions(),
         TemporaryDirectory(prefix="localllm-", ignore_cleanup_errors=True) as folder,
-        started_server(arguments, Path(folder, "server.log"))
+        agent_server.started_server(arguments, Path(folder, "server.log"))
         if models is None
         else contextlib.nullcontext() as server,
     ):
@@ -134,12 +128,12 @@ def _run_agent(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
     The terminal sends Ctrl-C to the agent, too, and the agent decides whether to end.
     """
-    with ignored_interrupts():
+    with agent_server.ignored_interrupts():
         process = subprocess.Popen(command, env={**os.environ, **environment})
         try:
             code = process.wait()
         finally:
-            stop(process, subprocess.Popen.kill)
+            agent_server.stop(process, subprocess.Popen.kill)
     return code if code >= 0 else 128 - code
 
 
@@ -185,7 +179,7 @@ def _select_default(arguments: argparse.Namespace) -> None:
 
 def _connection(arguments: argparse.Namespace, agent: Agent, folder: str) -> Connection:
     """Return the connection to the running server.  Raises UsageError if its model does not suit the agent."""
-    model = selected_model(arguments, ask(arguments, "/v1/models")["data"])["id"]
+    model = agent_server.selected_model(arguments, ask(arguments, "/v1/models")["data"])["id"]
     properties = ask(arguments, f"/props?model={quote(model, safe='')}", seconds=_LOAD_SECONDS)
     context = properties["default_generation_settings"]["n_ctx"]
     _check_context(agent, context, f"the context of {model}", "start the server with -c N, or choose another model")
@@ -225,12 +219,12 @@ def _print_steps(arguments: argparse.Namespace, agent: Agent, models: list[dict[
     context = arguments.context or agent.context
     if models is None:
         model = served_name(arguments.model)
-        print(f"# Start a server, which ends with {agent.title}:")
-        print(join_command(["localllm", *server_flags(arguments)]))
+        print(f"{_remark()} Start a server, which ends with {agent.title}:")
+        print(join_command(["localllm", *agent_server.server_flags(arguments)]))
     else:
-        entry = selected_model(arguments, models)
+        entry = agent_server.selected_model(arguments, models)
         model, context = entry["id"], entry["meta"]["n_ctx"] or context
-        print(f"# Use the server at {_url(arguments)} with the model {visible_line(model)}.")
+        print(f"{_remark()} Use the server at {_url(arguments)} with the model {visible_line(model)}.")
     key = _KEY if key_of(arguments) else NO_KEY
     folder = os.path.join(gettempdir(), f"localllm-{arguments.agent}")
     connection = Connection(_url(arguments), model, key, context, folder)
@@ -238,31 +232,48 @@ def _print_steps(arguments: argparse.Namespace, agent: Agent, models: list[dict[
     environment = {**steps.environment, **_without_proxy(address_of(arguments).hostname or "")}
     print("\n".join(shell_lines(steps._replace(environment=environment))))
     if steps.files:
-        print(f"# Remove {folder} after {agent.title} has ended.")
+        print(f"{_remark()} Remove {folder} after {agent.title} has ended.")
 
 
 #: Placeholder of the key in a dry run: the variable that contains it.
 _KEY = f"${KEY_VARIABLE}"
+#: Special characters of shells: in a document and in a string of a POSIX shell, and anywhere on Windows.
+_DOCUMENT, _STRING, _WINDOWS = r"\\`$", r'\\`$"', r'"^&|<>()%'
 
 
-def _with_key(text: str, *, quotes: bool = False) -> str:
-    """Escape text for a POSIX shell, except the variable of the key."""
-    special = r'([\\`$"])' if quotes else r"([\\`$])"
-    return _KEY.join(re.sub(special, r"\\\1", piece) for piece in text.split(_KEY))
+def _remark() -> str:
+    """Return the start of a comment in the user's shell."""
+    return "rem" if sys.platform == "win32" else "#"
+
+
+def _with_key(text: str, special: str, escape: str = "\\", key: str = _KEY) -> str:
+    """Escape the special characters of a shell in text, and replace the placeholder of the key."""
+    return key.join(re.sub(f"([{special}])", lambda match: escape + match[1], piece) for piece in text.split(_KEY))
+
+
+def _for_windows(text: str) -> str:
+    return _with_key(text, _WINDOWS, "^", f"%{KEY_VARIABLE}%")
+
+
+def _file_lines(path: Path, text: str) -> list[str]:
+    """Return shell commands that write a file."""
+    if sys.platform == "win32":
+        lines = text.splitlines()
+        return [f'{">>" if i else ">"} "{path}" echo {_for_windows(line)}' for i, line in enumerate(lines)]
+    has_key = _KEY in text
+    text = _with_key(text, _DOCUMENT) if has_key else text
+    return [f"cat > {join_command([str(path)])} <<{'END' if has_key else repr('END')}", text.rstrip("\n"), "END"]
 
 
 def shell_lines(steps: Steps) -> list[str]:
-    """Return shell commands that do the same as a launch with a running server, and the settings to copy."""
-    lines = []
-    for folder in dict.fromkeys(path.parent for path in steps.files):
-        lines.append(join_command(["mkdir", "-m", "700", str(folder)]))  # fails for a folder of another user
-    for path, text in steps.files.items():
-        has_key = _KEY in text
-        end = "END" if has_key else "'END'"
-        text = _with_key(text) if has_key else text
-        lines += [f"cat > {join_command([str(path)])} <<{end}", text.rstrip("\n"), "END"]
-    for name, value in steps.environment.items():
+    """Return commands of the user's shell that do the same as a launch with a running server, and the settings."""
+    is_windows, lines = sys.platform == "win32", list[str]()
+    for name, value in steps.environment.items():  # before the files, which may contain variables
         if value != _KEY or name != KEY_VARIABLE:  # otherwise it is set already
-            shown = f'"{_with_key(value, quotes=True)}"' if _KEY in value else join_command([value])
-            lines.append(set_variable(name, shown))
+            quoted = f'"{_with_key(value, _STRING)}"' if _KEY in value else join_command([value])
+            lines.append(set_variable(name, _for_windows(value) if is_windows else quoted))
+    for folder in dict.fromkeys(path.parent for path in steps.files):  # fails for a folder of another user
+        lines.append(join_command(["mkdir", *([] if is_windows else ["-m", "700"]), str(folder)]))
+    for path, text in steps.files.items():
+        lines += _file_lines(path, text)
     return [*lines, *steps.settings.splitlines(), *([join_command(steps.command)] if steps.command else [])]

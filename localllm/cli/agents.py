@@ -74,12 +74,9 @@ AGENTS = {
         16_384,
         environment={"LOCALLLM_API_KEY": "{key}"},
         arguments=(
-            "-c",
-            "model={quoted_model}",
-            "-c",
-            "model_context_window={context}",
-            "-c",
-            'model_provider="localllm"',
+            *("-c", "model={quoted_model}"),
+            *("-c", "model_context_window={context}"),
+            *("-c", 'model_provider="localllm"'),
             "-c",
             'model_providers.localllm={ name = "localllm", base_url = "{url}/v1", wire_api = "responses", '
             'env_key = "LOCALLLM_API_KEY" }',
@@ -297,9 +294,7 @@ AGENTS = {
             "ANTHROPIC_API_KEY": "",
             "ANTHROPIC_MODEL": "{model}",
             "ANTHROPIC_SMALL_FAST_MODEL": "{model}",
-            "ANTHROPIC_DEFAULT_OPUS_MODEL": "{model}",
-            "ANTHROPIC_DEFAULT_SONNET_MODEL": "{model}",
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",
+            **{f"ANTHROPIC_DEFAULT_{name}_MODEL": "{model}" for name in ("OPUS", "SONNET", "HAIKU")},
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "{context}",
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{reply}",
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # its value changes with each request, which empties the cache

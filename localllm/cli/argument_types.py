@@ -9,11 +9,13 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from localllm.errors import UsageError
 from localllm.nesting import parse_json
 from localllm.options.declared import CheckedOptions, Option, declared
+
+_T = TypeVar("_T")
 
 
 def model_file(text: str) -> str:
@@ -41,24 +43,26 @@ def text_file(path: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[str], int]:
-    """Return a parser of whole numbers of at least ``least``.  ``words`` describes them in errors."""
-    range_ = f"of at least {least}" if below == math.inf else f"from {least} to {below - 1}"
-    words = words or f"a whole number {range_}"
+def _checked(parse: Callable[[str], _T | None], words: str) -> Callable[[str], _T]:
+    """Return a parser of values.  ``parse`` returns None or raises ValueError for others, which are ``words``."""
 
-    def read(text: str) -> int:
+    def read(text: str) -> _T:
         with contextlib.suppress(ValueError):
-            if least <= (value := int(text)) < below:
+            if (value := parse(text)) is not None:
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {words}")
+        raise argparse.ArgumentTypeError(f"{text!r} is {words}")
 
     return read
 
 
-def on_or_off(text: str) -> bool:
-    if text not in ("on", "off"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
-    return text == "on"
+def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[str], int]:
+    """Return a parser of whole numbers of at least ``least``.  ``words`` describes them in errors."""
+    range_ = f"of at least {least}" if below == math.inf else f"from {least} to {below - 1}"
+    words = words or f"a whole number {range_}"
+    return _checked(lambda text: value if least <= (value := int(text)) < below else None, f"not {words}")
+
+
+on_or_off = _checked({"on": True, "off": False}.get, "neither on nor off")
 
 
 def reader(option: Option) -> Callable[[str], Any]:
@@ -103,61 +107,47 @@ def json_object(text: str) -> dict[str, Any]:
     raise argparse.ArgumentTypeError(f'{text!r:.80} is not a JSON object, such as {{"enable_thinking": false}}')
 
 
-def numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 128,512") from None
-
-
-def logit_bias(text: str) -> tuple[int, float]:
-    """Parse a token id and its bias: ``15043+1``."""
+def _logit_bias(text: str) -> tuple[int, float] | None:
     for sign in "+-":
         id_, separator, bias = text.partition(sign)
-        if separator:
-            with contextlib.suppress(ValueError):
-                if not math.isnan(value := float(sign + bias)) and value < math.inf:
-                    return int(id_), value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 15043+1 or 15043-inf")
+        with contextlib.suppress(ValueError):
+            if separator and not math.isnan(value := float(sign + bias)) and value < math.inf:
+                return int(id_), value
+    return None
 
 
-def share(text: str) -> tuple[Path, float]:
-    """Parse the path of an adapter and its scale: PATH[=X]."""
+def _share(text: str) -> tuple[Path, float] | None:
     path, equals, number = text.rpartition("=")
     if not equals:
         return Path(text), 1.0
-    with contextlib.suppress(ValueError):
-        if math.isfinite(value := float(number)):
-            return Path(path), value
-    raise argparse.ArgumentTypeError(f"{text!r} is not ADAPTER[=X], such as style.gguf=0.8")
+    return (Path(path), value) if math.isfinite(value := float(number)) else None
 
 
-def scaled_vector(text: str) -> tuple[Path, float]:
-    """Parse the path of a control vector and its scale, in llama.cpp's form: PATH:X."""
+def _scaled_vector(text: str) -> tuple[Path, float] | None:
     path, _, number = text.rpartition(":")
-    with contextlib.suppress(ValueError):
-        if path and math.isfinite(value := float(number)):
-            return Path(path), value
-    raise argparse.ArgumentTypeError(f"{text!r} is not FILE:X, such as happy.gguf:0.8")
+    return (Path(path), value) if path and math.isfinite(value := float(number)) else None
 
 
-def size(text: str) -> int:
-    """Parse a number of bytes with the unit B, KB, MB or GB."""
+def _size(text: str) -> int | None:
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]?)B?", text.upper())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 4.2GB or 700MB")
-    return int(float(match[1]) * 1000 ** " KMG".index(match[2] or " "))
+    return None if match is None else int(float(match[1]) * 1000 ** " KMG".index(match[2] or " "))
 
 
-def divergence(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < math.inf:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a divergence in nats, such as 0.02")
+def _override(text: str) -> tuple[str, str] | None:
+    pattern, _, type = text.rpartition("=")
+    return (pattern, type) if pattern and type else None
 
 
-def override(text: str) -> tuple[str, str]:
-    pattern, equals, type = text.rpartition("=")
-    if not equals or not pattern or not type:
-        raise argparse.ArgumentTypeError(f"{text!r} is not REGEX=TYPE, such as ffn_down=Q6_K")
-    return pattern, type
+numbers = _checked(lambda text: list(map(int, text.split(","))), "not a list of whole numbers, such as 128,512")
+#: A token id and its bias: ``15043+1``.
+logit_bias = _checked(_logit_bias, "not a token id and a number, such as 15043+1 or 15043-inf")
+#: The path of an adapter and its scale: PATH[=X].
+share = _checked(_share, "not ADAPTER[=X], such as style.gguf=0.8")
+#: The path of a control vector and its scale, in llama.cpp's form: PATH:X.
+scaled_vector = _checked(_scaled_vector, "not FILE:X, such as happy.gguf:0.8")
+#: A number of bytes with the unit B, KB, MB or GB.
+size = _checked(_size, "not a size, such as 4.2GB or 700MB")
+divergence = _checked(
+    lambda text: value if 0 < (value := float(text)) < math.inf else None, "not a divergence in nats, such as 0.02"
+)
+override = _checked(_override, "not REGEX=TYPE, such as ffn_down=Q6_K")

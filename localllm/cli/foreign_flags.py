@@ -47,10 +47,7 @@ NO_EFFECT = split_names(
             "0",
             "all requests share one cache",
         ),
-        "-cram --cache-ram": (
-            "1",
-            "prompts stay in the KV cache; serve --prompt-cache DIR saves them on disk",
-        ),
+        "-cram --cache-ram": ("1", "prompts stay in the KV cache; serve --prompt-cache DIR saves them on disk"),
         "-fit --fit": ("?", "options that are not set are always chosen to fit in memory"),
         "-fitt --fit-target -fitc --fit-ctx": ("1", "options that are not set are always chosen to fit in memory"),
         "-st --single-turn": ("0", "localllm generate answers one prompt, localllm chat continues"),
@@ -216,11 +213,8 @@ def in_our_flags(
             ours.append(flag + equals + value)
         elif flag in NO_EFFECT and "--device" in known_flags:
             n_values, reasons[flag] = NO_EFFECT[flag]
-            if (
-                remaining
-                and not equals
-                and (n_values == "1" or (n_values == "?" and _SWITCH.fullmatch(remaining[0])))
-            ):
+            may_be_value = bool(remaining) and (n_values == "1" or _SWITCH.fullmatch(remaining[0]))
+            if n_values != "0" and may_be_value and not equals:
                 remaining.pop(0)
         elif flag in ABSENT:
             raise UsageError(f"there is no flag {flag}: {ABSENT[flag]}")

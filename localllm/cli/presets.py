@@ -107,12 +107,8 @@ def apply_preset(parser: Parser, arguments: argparse.Namespace, section: Mapping
         if action.nargs == 0:
             flags.append(flag)
             continue
-        texts = (
-            [json.dumps(value)]
-            if isinstance(value, dict)
-            else map(str, value if isinstance(value, list) else [value])
-        )
-        flags += [f"{flag}={text}" for text in texts]
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        flags += [f"{flag}={item}" for item in values]
     try:
         parsed, _ = parser.parse_known_args(flags)
     except UsageError as error:

@@ -6,19 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from localllm.cli.argument_types import (
-    draft_count,
-    json_object,
-    layers,
-    logit_bias,
-    model_file,
-    reader,
-    scaled_vector,
-    share,
-    text_file,
-    token_limit,
-    whole,
-)
+from localllm.cli import argument_types as types
 from localllm.cli.parser import HIDDEN, LEFT_OUT, Flag, flag, several
 from localllm.options.declared import SWITCH, CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
 from localllm.options.types import DEFAULT_DRAFTS
@@ -41,7 +29,7 @@ def options(cls: type, *names: str, **more: Any) -> list[Flag]:
         if option.kind is SWITCH:
             keywords |= {"action": "store_true", "help": option.brief}
         else:
-            value = {"type": reader(option), "metavar": option.kind.metavar, "help": f"{option.brief} ({note})"}
+            value = {"type": types.reader(option), "metavar": option.kind.metavar, "help": f"{option.brief} ({note})"}
             keywords |= value | more
         flags.append(Flag(flags_of(name, option), keywords))
     return flags
@@ -82,14 +70,14 @@ class _NamesModel(argparse.Action):
 HUB = flag(
     "-hf --hf-repo ORG/REPO[:QUANT]",
     "model on the hub by name or address, which is downloaded if it is missing",
-    model_file,
+    types.model_file,
     dest="model",
     action=_NamesModel,
 )
 MODEL = flag(
     "-m --model FILE",
     "GGUF file, or a name that localllm models lists (default: the demo model)",
-    model_file,
+    types.model_file,
     action=_NamesModel,
 )
 #: The model, in commands that also accept it as a positional argument.
@@ -98,13 +86,13 @@ MODEL_OR_WORD = (Flag(MODEL.names, {**MODEL.keywords, "help": HIDDEN}), HUB)
 CONTEXT = options(
     LoadOptions,
     "context",
-    type=whole(0),
+    type=types.whole(0),
     help=f"{declared(LoadOptions)['context'].brief}; 0 means the number of tokens in training (default: "
     f"{default_text(LoadOptions, 'context')})",
 )
 PLACEMENT = [
     *options(LoadOptions, "device", "tensor_split", "split_mode", "max_memory"),
-    *options(LoadOptions, "n_gpu_layers", type=layers),
+    *options(LoadOptions, "n_gpu_layers", type=types.layers),
 ]
 CACHE_TYPE = [
     *options(LoadOptions, "cache_type", action=_CacheType),
@@ -112,7 +100,7 @@ CACHE_TYPE = [
         flag(
             f"-ct{name[0]} --cache-type-{name[0]} TYPE",
             f"type of the KV cache for {name} only",
-            reader(declared(LoadOptions)["cache_type"]),
+            types.reader(declared(LoadOptions)["cache_type"]),
             dest="cache_type",
             action=_CacheType,
             default=None,
@@ -141,14 +129,17 @@ RUNNING = [
     flag("--chat-template TEXT", "Jinja source instead of the file's template, or a name such as chatml or llama3"),
     flag("--chat-template-file FILE", "read --chat-template from a file"),
     flag(
-        "--chat-template-kwargs JSON", "JSON object of additional variables for the template", json_object, default={}
+        "--chat-template-kwargs JSON",
+        "JSON object of additional variables for the template",
+        types.json_object,
+        default={},
     ),
     flag("--reasoning on|off|auto", "let the model reason before it answers, if it can"),
     *options(CheckedOptions, "reasoning_budget", "reasoning_budget_message"),
     *THREADS,
 ]
 LORA = several(
-    "--lora ADAPTER[=X]", "low-rank adapter, a GGUF file or a PEFT folder, and its scale (default: 1)", share
+    "--lora ADAPTER[=X]", "low-rank adapter, a GGUF file or a PEFT folder, and its scale (default: 1)", types.share
 )
 #: Control vectors, in llama.cpp's form.
 STEERING = [
@@ -158,11 +149,13 @@ STEERING = [
         lambda path: (Path(path), 1.0),
         dest="control_vectors",
     ),
-    several("--control-vector-scaled FILE:X", "control vector to add X times", scaled_vector, dest="control_vectors"),
+    several(
+        "--control-vector-scaled FILE:X", "control vector to add X times", types.scaled_vector, dest="control_vectors"
+    ),
     flag(
         "--control-vector-layer-range FIRST",
         "first and last layer that control vectors change (default: all layers of the file)",
-        whole(0),
+        types.whole(0),
         nargs=2,
         metavar=("FIRST", "LAST"),
         dest="control_vector_layers",
@@ -170,7 +163,7 @@ STEERING = [
 ]
 
 ENDING = [
-    *options(CheckedOptions, "max_tokens", type=token_limit),
+    *options(CheckedOptions, "max_tokens", type=types.token_limit),
     *options(CheckedOptions, "ignore_eos"),
     *options(CheckedOptions, "stop", action="append"),
 ]
@@ -186,7 +179,7 @@ SAMPLING: list[Flag | str] = [
     flag(
         "-jf --json-schema-file FILE",
         "read -j from a file",
-        text_file,
+        types.text_file,
         dest="json_schema",
         default=LEFT_OUT,
         action=_FromFile,
@@ -194,7 +187,7 @@ SAMPLING: list[Flag | str] = [
     flag(
         "--grammar-file FILE",
         "read --grammar from a file",
-        text_file,
+        types.text_file,
         dest="grammar",
         default=LEFT_OUT,
         action=_FromFile,
@@ -204,9 +197,9 @@ SAMPLING: list[Flag | str] = [
         "use only these samplers, such as top_k;top_p;temperature; the order is always llama.cpp's default",
         lambda text: text.split(";"),
     ),
-    several("-l --logit-bias ID±X", "add X to the logit of a token: 15043+1, 15043-0.5, 15043-inf", logit_bias),
+    several("-l --logit-bias ID±X", "add X to the logit of a token: 15043+1, 15043-0.5, 15043-inf", types.logit_bias),
 ]
-DRAFT_MODEL = options(LoadOptions, "draft_model", type=model_file)
+DRAFT_MODEL = options(LoadOptions, "draft_model", type=types.model_file)
 SPECULATION: list[Flag | str] = [
     "speculative decoding: the same text in less time",
     flag(
@@ -221,7 +214,7 @@ SPECULATION: list[Flag | str] = [
     *options(
         CheckedOptions,
         "draft_max",
-        type=draft_count,
+        type=types.draft_count,
         help=f"maximum number of tokens to draft per step (default: {DEFAULT_DRAFTS}); 'always' drafts that number "
         "in every step, even if that is not expected to be faster",
     ),
@@ -244,7 +237,7 @@ DRY_RUN = flag("--dry-run", "show types and sizes without writing a file")
 REQUANTIZE = flag("--allow-requantize", "requantise tensors that are already quantised")
 WRITING = [
     flag("--allow-nan", "replace NaN and infinite values by 0"),
-    flag("-t --threads N", "number of threads (default: one per processor)", whole(1)),
+    flag("-t --threads N", "number of threads (default: one per processor)", types.whole(1)),
     QUIET,
     JSON_AT_END,
 ]

@@ -2,6 +2,6 @@
 
 from localllm.options.declared import Sampling
 from localllm.options.types import LogitsProcessor
-from localllm.sampling.sampler import Choice, Sampler, UniformNumbers, greedy, make_sampler
+from localllm.sampling.sampler import Choice, Sampler, UniformNumbers, greedy
 
-__all__ = ["Choice", "LogitsProcessor", "Sampler", "Sampling", "UniformNumbers", "greedy", "make_sampler"]
+__all__ = ["Choice", "LogitsProcessor", "Sampler", "Sampling", "UniformNumbers", "greedy"]

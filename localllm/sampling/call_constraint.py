@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -25,17 +26,13 @@ class CallSearch:
     """Searches a reply for the start of its first call, while it arrives."""
 
     def __init__(self, grammar: CallGrammar, opened: str = "", prefix: str = "") -> None:
-        """
-        Args:
-            grammar: the openings of calls.
-            opened, prefix: as in `localllm.chat.reply.ReplyParser.after`.
-        """
+        """``grammar``: the openings of calls. ``opened``, ``prefix``: as in `ReplyParser.after`."""
         # Calls do not start in reasoning.
         self._grammar, self._splitter = grammar, None if grammar.is_anywhere else ThinkingSplitter(opened)
         self._text, self._bytes = "", b""  # the end of the answer, and of an incomplete character
         self._is_over = False  # whether the search has ended
         #: The start of a call in the prefix; None without one.
-        self.begun = self.add((f"{opened}{prefix}" if grammar.is_anywhere else prefix).encode())
+        self.call_in_prefix = self.add((f"{opened}{prefix}" if grammar.is_anywhere else prefix).encode())
 
     @property
     def endings(self) -> list[str]:
@@ -88,31 +85,24 @@ class CallSearch:
         return self._text[min(starts) :].encode() + self._bytes
 
 
+@dataclass(eq=False)
 class CallConstraint:
     """Constrains the calls of one reply (`localllm.sampling.sampler`)."""
 
-    def __init__(
-        self,
-        start: Callable[[], Constraint | None],
-        search: CallSearch,
-        tokenizer: Tokenizer,
-        texts: Callable[[], Sequence[bytes]],
-    ) -> None:
-        """
-        Args:
-            start: returns the constraint of text that starts with a call; None if calls cannot be constrained.
-            search: searches the reply for its first call.
-            texts: returns the texts of all tokens.
-        """
-        self._start, self._search, self._tokenizer, self._texts = start, search, tokenizer, texts
+    start: Callable[[], Constraint | None]  # returns the constraint of a call; None if calls cannot be constrained
+    search: CallSearch  # searches the reply for its first call
+    tokenizer: Tokenizer
+    texts: Callable[[], Sequence[bytes]]  # returns the texts of all tokens
+
+    def __post_init__(self) -> None:
         self._constraint: Constraint | None = None
-        if search.begun is not None:
-            self._begin(search.begun)
+        if self.search.call_in_prefix is not None:
+            self._begin(self.search.call_in_prefix)
 
     @property
     def is_free(self) -> bool:
         """Whether every token is allowed, so that `allows` need not be called."""
-        return self._constraint is None and not self._search.may_start
+        return self._constraint is None and not self.search.may_start
 
     @property
     def is_complete(self) -> bool:
@@ -122,17 +112,17 @@ class CallConstraint:
     def allows(self, id_: int) -> bool:
         if self._constraint is not None:
             return self._constraint.allows(id_)
-        call = self._search.copy().add(self._tokenizer.token_bytes(id_))
+        call = self.search.copy().add(self.tokenizer.token_bytes(id_))
         return call is None or self._may_begin(call)
 
     def masked(self, logits: Logits) -> Logits:
         """Return the logits with -inf for tokens that are not allowed."""
         if self._constraint is not None:
             return self._constraint.masked(logits)
-        endings = tuple(ending.encode() for ending in self._search.endings)
+        endings = tuple(ending.encode() for ending in self.search.endings)
         masked = logits.copy()
         if endings:
-            completing = [id_ for id_, text in enumerate(self._texts()) if text.startswith(endings)]
+            completing = [id_ for id_, text in enumerate(self.texts()) if text.startswith(endings)]
             masked[[id_ for id_ in completing if not self.allows(id_)]] = -np.inf
         return masked
 
@@ -141,26 +131,26 @@ class CallConstraint:
         if self._constraint is not None:
             self._constraint.accept(id_)
             return
-        call = self._search.add(self._tokenizer.token_bytes(id_))
+        call = self.search.add(self.tokenizer.token_bytes(id_))
         if call is not None:
             self._begin(call)
 
     def _begin(self, call: bytes) -> None:
-        constraint = self._start()
+        constraint = self.start()
         self._constraint = constraint if constraint is not None and constraint.starts_with(call) else None
-        self._search.stop()
+        self.search.stop()
 
     def _may_begin(self, call: bytes) -> bool:
-        constraint = self._start()
+        constraint = self.start()
         return constraint is None or constraint.starts_with(call)
 
     def n_possible(self, ids: Sequence[int]) -> int:
         """Return the number of leading tokens of ``ids`` that are allowed. After them, a call may start."""
         if self._constraint is not None:
             return self._constraint.n_possible(ids)
-        search = self._search.copy()
+        search = self.search.copy()
         for n, id_ in enumerate(ids):
-            call = search.add(self._tokenizer.token_bytes(id_))
+            call = search.add(self.tokenizer.token_bytes(id_))
             if call is not None:
                 return n + self._may_begin(call)
             if search.may_start:

@@ -53,7 +53,7 @@ _COMBINE = {"$ref", "anyOf", "oneOf"}
 #: matches. Twice the patterns of one object's properties take 50 times as long.
 _MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL, _MAX_PATTERNS = 512 << 10, 500, 10, 500, 100
 
-#: Most schemas of a tool's arguments after alternatives are combined, which llguidance does one by one.
+#: Most schemas after alternatives are combined, which llguidance does one by one.
 _MAX_SCHEMAS = 20_000
 
 #: Most occurrences of %json in Lark's notation without valid JSON.
@@ -114,12 +114,7 @@ def _with_groups(gbnf: str) -> str:
 def check_grammar(sampling: Sampling) -> None:
     """Check a grammar as far as possible without a model."""
     if sampling.grammar_kind is not None:
-        _raise_if(llguidance.LLMatcher.validate_grammar(_internal(sampling)), sampling)
-
-
-def _internal(sampling: Sampling) -> str:
-    """Return the grammar in Lark's notation, for llguidance."""
-    return _read(sampling)[0]
+        _raise_if(llguidance.LLMatcher.validate_grammar(_read(sampling)[0]), sampling)
 
 
 def _read(sampling: Sampling) -> tuple[str, list[str]]:
@@ -159,8 +154,6 @@ def _enforced_schema(text: str) -> Any:
     """
     original = parse_json(text, _MAX_SCHEMA_NESTING)
     _check_schemas([original])
-    if _n_combined(original) > _MAX_SCHEMAS:
-        raise ValueError("it combines too many alternatives")
     schema = enforceable_schema(original)[0]
     if problem := llguidance.LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}"):
         raise ValueError(problem)
@@ -214,6 +207,8 @@ def _check_size(sampling: Sampling) -> None:
 
 
 def _check_schemas(pending: list[Any], n_rules: int = 0) -> None:
+    if _n_combined(pending) > _MAX_SCHEMAS:
+        raise ValueError(f"it combines more than {_MAX_SCHEMAS:,} alternatives: make it simpler")
     n_patterns, n_optional, is_combined = 0, 0, False
     while pending:
         check_cancelled()
@@ -318,12 +313,10 @@ class Grammars:
         self, matcher: Any, prompt_ids: Sequence[int], template: str, tags: Mapping[str, str]
     ) -> Constraint:
         end = self._tokenizer.decode(prompt_ids[-_LAST_TOKENS:], special=True).rstrip()
-        closing = next((tags[tag] for tag in tags if end.endswith(tag)), None)
+        closing = next((tags[tag].encode() for tag in tags if end.endswith(tag)), None)
         has_thought = closing is not None or end.endswith(tuple(TAGS.values()))
         opening = {} if has_thought else self._opening_tokens(template)
-        return Constraint(
-            matcher.deep_copy(), self._vocabulary, self._tokenizer, self._n_vocab, closing=closing, opening=opening
-        )
+        return Constraint(matcher.deep_copy(), self._vocabulary, self._tokenizer, self._n_vocab, closing, opening)
 
     def _matcher(self, key: Hashable, lark: Callable[[], str]) -> Future[Any]:
         """Return the matcher of a grammar, which another thread compiles unless it is in the cache."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -181,20 +182,13 @@ class _SchemaReader:
         def read(value: Any) -> Any:
             return self._read(value, resource, base)
 
-        converted: Node = {key: schema[key] for key in _DATA if key in schema}
-        for key in _ONE:
-            if key in schema:
-                converted[key] = read(schema[key])
-        for key in _LISTS:
-            if key in schema:
-                converted[key] = (
-                    [read(child) for child in schema[key]] if isinstance(schema[key], list) else schema[key]
-                )
+        converted: Node = {key: schema[key] for key in (*_DATA, *_ONE, *_LISTS) if key in schema}
+        converted |= {key: read(converted[key]) for key in _ONE if key in converted}
+        converted |= {key: [*map(read, value)] for key in _LISTS if isinstance(value := converted.get(key), list)}
         for key in _NAMED:
             if value := schema.get(key):  # some programs write [] for an empty object
-                converted[key] = (
-                    {name: read(child) for name, child in value.items()} if isinstance(value, dict) else value
-                )
+                is_dict = isinstance(value, dict)
+                converted[key] = {name: read(child) for name, child in value.items()} if is_dict else value
         for key in ("$ref", "$dynamicRef", "$recursiveRef"):
             if isinstance(schema.get(key), str):
                 converted["$ref"] = self._reference(schema[key], resource, base)
@@ -334,15 +328,15 @@ def _without_look(pattern: str) -> str:
     return "".join([*pieces, pattern[position:]])
 
 
+@dataclass(eq=False)
 class _Closing:
     """Closes objects, unless that excludes a property that a combined schema names or requires."""
 
-    def __init__(
-        self, definitions: dict[str, Any], unenforced: list[str], required_in_branches: dict[int, list[str]]
-    ) -> None:
-        self._definitions = definitions
-        self._required_in_branches = required_in_branches  # by id() of the schema with ``then``, ``else`` etc.
-        self._unenforced = unenforced
+    definitions: dict[str, Any]
+    unenforced: list[str]
+    required_in_branches: dict[int, list[str]]  # by id() of the schema with ``then``, ``else`` etc.
+
+    def __post_init__(self) -> None:
         self._pending: list[Any] = []
         self._open: set[int] = set()  # schemas that are combined with others
         self._plans: list[tuple[Node, list[tuple[Node, list[str]]]]] = []
@@ -364,7 +358,7 @@ class _Closing:
                     properties = node.get("properties", {})
                     node["properties"] = {**properties, **{name: True for name in names if name not in properties}}
                     node["additionalProperties"] = False
-        for node in [root, *self._definitions.values()]:
+        for node in [root, *self.definitions.values()]:
             self._forget_marks(node, closed)
 
     def loosen(self, root: Any) -> None:
@@ -384,7 +378,7 @@ class _Closing:
             required = [
                 (name, choices)
                 for node, choices in group
-                for name in [*_required(node), *self._required_in_branches.get(id(node), ())]
+                for name in [*_required(node), *self.required_in_branches.get(id(node), ())]
             ]
             for node, choices in group:
                 if node.get("additionalProperties") is False and "patternProperties" not in node:
@@ -394,9 +388,7 @@ class _Closing:
                         for name, other_choices in required
                     ):
                         del node["additionalProperties"]
-                        self._unenforced.append(
-                            "additionalProperties, which forbids a property that is also required"
-                        )
+                        self.unenforced.append("additionalProperties, which forbids a property that is also required")
             locations: dict[str, list[tuple[Node, _Choices]]] = {}
             for node, choices in group:
                 for location, child in _children(node):
@@ -413,7 +405,7 @@ class _Closing:
             visited.add(id(node))
             members.append((node, choices))
             if "$ref" in node:
-                pending.append((self._definitions[node["$ref"].removeprefix("#/$defs/")], choices))
+                pending.append((self.definitions[node["$ref"].removeprefix("#/$defs/")], choices))
             pending += [(schema, choices) for schema in _listed(node, "allOf")]
             for key in ("anyOf", "oneOf"):
                 alternatives = _listed(node, key)
@@ -425,7 +417,7 @@ class _Closing:
             if "unevaluatedProperties" in node:
                 del node["unevaluatedProperties"]
                 if id(node) not in closed:
-                    self._unenforced.append("unevaluatedProperties")
+                    self.unenforced.append("unevaluatedProperties")
             for _, child in _children(node):
                 self._forget_marks(child, closed)
             for key in _LISTS:
@@ -436,7 +428,7 @@ class _Closing:
         """Return the schemas that apply to the same value as ``node``."""
         siblings = [sibling for key in _LISTS for sibling in _listed(node, key)]
         if "$ref" in node:
-            siblings.append(self._definitions[node["$ref"].removeprefix("#/$defs/")])
+            siblings.append(self.definitions[node["$ref"].removeprefix("#/$defs/")])
         return [sibling for sibling in siblings if isinstance(sibling, dict)]
 
     def _parts(self, node: Node, *, alternatives: bool = True) -> list[Node]:
@@ -479,7 +471,7 @@ class _Closing:
             self._distribute(node, [], plan)
             names = {name for member in members for name in member.get("properties", {})}
             if "unevaluatedProperties" in node and any(name not in names for p in members for name in _required(p)):
-                self._unenforced.append("unevaluatedProperties, which forbids a property that is also required")
+                self.unenforced.append("unevaluatedProperties, which forbids a property that is also required")
             if any(names or "unevaluatedProperties" in node for _, names in plan):
                 self._plans.append((node, plan))
 

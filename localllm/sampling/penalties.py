@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -68,9 +69,7 @@ class RepetitionPenalties:
     def __init__(
         self, prompt_ids: Iterable[int], *, window: int, repeat: float, presence: float, frequency: float
     ) -> None:
-        self._repeat = repeat
-        self._presence = presence
-        self._frequency = frequency
+        self._strengths = {"repeat": repeat, "presence": presence, "frequency": frequency}
         self._window: deque[int] = deque(maxlen=None if window < 0 else min(window, sys.maxsize))
         self._counts: Counter[int] = Counter()
         for id_ in prompt_ids:
@@ -88,8 +87,7 @@ class RepetitionPenalties:
     def __call__(self, logits: Logits) -> Logits:
         size = len(self._counts)
         ids, counts = (np.fromiter(values, np.int64, size) for values in (self._counts.keys(), self._counts.values()))
-        strengths = {"repeat": self._repeat, "presence": self._presence, "frequency": self._frequency}
-        return penalize(logits, ids, counts, **strengths)
+        return penalize(logits, ids, counts, **self._strengths)
 
 
 class SequenceBreakers:
@@ -141,6 +139,7 @@ def suffix_match_lengths(ids: IntArray) -> npt.NDArray[np.int32]:
     return np.array(z[:0:-1], np.int32)
 
 
+@dataclass
 class DryPenalty:
     """DRY, "don't repeat yourself": penalizes tokens that would extend a repetition.
 
@@ -150,41 +149,30 @@ class DryPenalty:
 
     Designed by p-e-w (oobabooga/text-generation-webui pull request 5677). Details follow llama.cpp, except that
     breakers are found in the text, however it is tokenized.
-
-    ``history``: the sequence; its owner appends to it before calling ``accept``. ``window``: number of last tokens to
-    search, -1 for all. ``breakers``: a new object, or None for no breakers.
     """
 
-    def __init__(
-        self,
-        history: History,
-        *,
-        window: int,
-        multiplier: float,
-        base: float,
-        allowed_length: int,
-        breakers: SequenceBreakers | None,
-    ) -> None:
-        self._history = history
-        self._window = window
-        self._multiplier = multiplier
-        self._base = base
-        self._allowed_length = allowed_length
-        self._breakers = breakers
-        recent = history.last(window)
+    history: History  # the sequence; its owner appends to it before calling ``accept``
+    window: int  # number of last tokens to search, -1 for all
+    multiplier: float
+    base: float
+    allowed_length: int
+    breakers: SequenceBreakers | None  # a new object, or None for no breakers
+
+    def __post_init__(self) -> None:
+        recent = self.history.last(self.window)
         self._lengths = suffix_match_lengths(recent)
-        if breakers is not None:
+        if self.breakers is not None:
             for id_ in recent.tolist():
-                breakers.accept(id_)
+                self.breakers.accept(id_)
 
     def accept(self, id_: int) -> None:
         # A match grows by one if the new token follows it, and ends otherwise. This takes linear time for every text;
         # a new search could be quadratic.
-        earlier = self._history.last(self._window)[:-1]
+        earlier = self.history.last(self.window)[:-1]
         grown = np.concatenate((np.zeros(1, np.int32), self._lengths)) + np.int32(1)
         self._lengths = np.where(earlier == id_, grown[len(grown) - len(earlier) :], np.int32(0))
-        if self._breakers is not None:
-            self._breakers.accept(id_)
+        if self.breakers is not None:
+            self.breakers.accept(id_)
 
     def __call__(self, logits: Logits) -> Logits:
         ids, lengths = self._continuations()
@@ -192,21 +180,21 @@ class DryPenalty:
             return logits
         penalized = logits.copy()
         with np.errstate(over="ignore"):
-            penalty = self._multiplier * self._base ** (lengths - self._allowed_length).astype(np.float64)
+            penalty = self.multiplier * self.base ** (lengths - self.allowed_length).astype(np.float64)
             penalized[ids] = logits[ids] - np.minimum(penalty, _FLOAT32_MAX)
         return penalized
 
     def _continuations(self) -> tuple[IntArray, IntArray]:
         """Return ids that would extend a repetition, and the length of the longest repetition for each."""
-        recent = self._history.last(self._window)
-        limit = len(recent) if self._breakers is None else self._breakers.tokens_since
+        recent = self.history.last(self.window)
+        limit = len(recent) if self.breakers is None else self.breakers.tokens_since
         in_window = np.arange(1, len(recent))  # matches cannot start before the window
         lengths = np.minimum(self._lengths, np.minimum(in_window, limit))
-        repeated = np.flatnonzero(lengths >= self._allowed_length)
+        repeated = np.flatnonzero(lengths >= self.allowed_length)
         ids, inverse = np.unique(recent[repeated + 1], return_inverse=True)
         longest = np.zeros(len(ids), np.int64)
         np.maximum.at(longest, inverse, lengths[repeated])
-        if self._breakers is None:
+        if self.breakers is None:
             return ids, longest
-        penalized = [i for i, id_ in enumerate(ids.tolist()) if not self._breakers.within(id_)]
+        penalized = [i for i, id_ in enumerate(ids.tolist()) if not self.breakers.within(id_)]
         return ids[penalized], longest[penalized]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
+from dataclasses import dataclass
 
 from localllm.chat.thinking import ThinkingSplitter
 from localllm.tokenizer import Tokenizer
@@ -12,22 +13,16 @@ from localllm.tokenizer import Tokenizer
 _MAX_UNREAD = 256
 
 
+@dataclass(eq=False)
 class ReasoningLimit:
     """Forces the tokens that close the reasoning of one reply, after ``budget`` tokens or `end`."""
 
-    def __init__(
-        self, splitter: ThinkingSplitter, tokenizer: Tokenizer, budget: int | None = None, message: str = ""
-    ) -> None:
-        """Start a reply.
+    splitter: ThinkingSplitter  # separates the reasoning from the answer
+    tokenizer: Tokenizer
+    budget: int | None = None  # maximum number of tokens of reasoning; None is no limit
+    message: str = ""  # text at the end of reasoning that is cut off
 
-        Args:
-            splitter: separates the reasoning from the answer.
-            tokenizer: the model's tokenizer.
-            budget: maximum number of tokens of reasoning; None is no limit.
-            message: text at the end of reasoning that is cut off.
-        """
-        self._splitter, self._tokenizer, self._message = splitter, tokenizer, message
-        self._budget = budget
+    def __post_init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._unread: list[int] = []  # tokens that the splitter has not read yet
         self._n_tokens = 0  # of reasoning
@@ -36,7 +31,7 @@ class ReasoningLimit:
 
     def end(self) -> None:
         """End the reasoning before its next token.  May be called in any thread."""
-        self._budget = 0
+        self.budget = 0
 
     def accept(self, id_: int) -> None:
         """Add a token of the reply."""
@@ -50,16 +45,16 @@ class ReasoningLimit:
     @property
     def next_id(self) -> int | None:
         """The token that must follow; None if any token may follow."""
-        if self._budget is None or self._is_over:
+        if self.budget is None or self._is_over:
             return None
         if self._forced is None:
             self._read()
             # A character whose bytes are several tokens is not cut.
-            is_too_long = self._n_tokens >= self._budget and not self._decoder.getstate()[0]
-            if self._is_over or not (self._splitter.is_open and is_too_long):
+            is_too_long = self._n_tokens >= self.budget and not self._decoder.getstate()[0]
+            if self._is_over or not (self.splitter.is_open and is_too_long):
                 return None
-            end = self._message + self._splitter.closing
-            ids = self._tokenizer.encode(end, add_special=False, parse_special=True, continuation=True)
+            end = self.message + self.splitter.closing
+            ids = self.tokenizer.encode(end, add_special=False, parse_special=True, continuation=True)
             self._forced = deque(ids)
         if not self._forced:
             self._is_over = True
@@ -68,7 +63,7 @@ class ReasoningLimit:
 
     def _read(self) -> None:
         for id_ in self._unread:
-            self._n_tokens += self._splitter.is_open
-            self._splitter.segments(self._decoder.decode(self._tokenizer.token_bytes(id_, special=True)))
+            self._n_tokens += self.splitter.is_open
+            self.splitter.segments(self._decoder.decode(self.tokenizer.token_bytes(id_, special=True)))
         self._unread.clear()
-        self._is_over = self._splitter.is_over
+        self._is_over = self.splitter.is_over

@@ -1,6 +1,6 @@
 """Sampling: computes the id of the next token from the logits of one position.
 
-``make_sampler`` builds the sampler for a ``Sampling`` from small steps, in the order of llama.cpp's default chain:
+A ``Sampler`` follows the settings of a ``Sampling`` in small steps, in the order of llama.cpp's default chain:
 
     logit bias · processors · repetition penalties · DRY        on all logits
     top-nσ · top-k · typical · top-p · min-p · XTC · temperature · draw  on the remaining candidates
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,35 +50,24 @@ greedy = Sampling(temperature=0.0)
 """Always the most likely token."""
 
 
-class _LogitBias:
-    def __init__(self, biases: Mapping[int, float]) -> None:
-        self._ids = np.array(list(biases), np.int64)
-        self._biases = np.array(list(biases.values()), np.float64)
-
-    def __call__(self, logits: Logits) -> Logits:
-        biased = logits.copy()
-        with np.errstate(over="ignore"):
-            biased[self._ids] = logits[self._ids] + self._biases
-        return biased
+def _biased(logits: Logits, ids: IntArray, biases: npt.NDArray[np.float64]) -> Logits:
+    biased = logits.copy()
+    with np.errstate(over="ignore"):
+        biased[ids] = logits[ids] + biases
+    return biased
 
 
-class _Processor:
-    """Calls a user's function with a copy of the logits, and checks its result."""
-
-    def __init__(self, function: LogitsProcessor, history: History) -> None:
-        self._function = function
-        self._history = history
-
-    def __call__(self, logits: Logits) -> Logits:
-        result: object = self._function(self._history.last(-1), logits.copy())
-        name = f"the logits processor {getattr(self._function, '__name__', type(self._function).__name__)!s:.80}"
-        if not isinstance(result, np.ndarray):
-            raise UsageError(f"{name} returned {type(result).__name__} instead of a float32 array")
-        if result.shape != logits.shape or result.dtype != np.float32:
-            returned = f"{result.dtype} of shape {result.shape}"
-            raise UsageError(f"{name} returned {returned}, but must return float32 of shape {logits.shape}")
-        _highest_logit(result, UsageError, f"{name} returned logits that", "correct the function")
-        return result
+def _processed(logits: Logits, function: LogitsProcessor, history: History) -> Logits:
+    """Call a user's function with a copy of the logits, and check its result."""
+    result: object = function(history.last(-1), logits.copy())
+    name = f"the logits processor {getattr(function, '__name__', type(function).__name__)!s:.80}"
+    if not isinstance(result, np.ndarray):
+        raise UsageError(f"{name} returned {type(result).__name__} instead of a float32 array")
+    if result.shape != logits.shape or result.dtype != np.float32:
+        returned = f"{result.dtype} of shape {result.shape}"
+        raise UsageError(f"{name} returned {returned}, but must return float32 of shape {logits.shape}")
+    _highest_logit(result, UsageError, f"{name} returned logits that", "correct the function")
+    return result
 
 
 def _highest_logit(
@@ -116,7 +105,7 @@ class Choice(NamedTuple):
 
 
 class Sampler:
-    """Chooses the tokens of one sequence. Created by ``make_sampler``.
+    """Chooses the tokens of one sequence.
 
     Calls choose a token. ``accept`` adds the next token of the sequence.
     """
@@ -124,31 +113,41 @@ class Sampler:
     def __init__(
         self,
         sampling: Sampling,
-        *,
-        seed: int,
-        history: History,
         n_vocab: int,
-        adjustments: Sequence[Callable[[Logits], Logits]],
-        listeners: Sequence[Callable[[int], None]],
-        choose: _Choose | None,
-        n_enough: int,
+        *,
+        prompt_ids: Sequence[int] | IntArray = (),
+        token_bytes: Callable[[int], bytes] | None = None,
         constraint: Constraint | CallConstraint | None = None,
-        uniform: UniformNumbers | None = None,
         reasoning: ReasoningLimit | None = None,
     ) -> None:
-        self.sampling = sampling
-        self.reasoning = reasoning  # None if the text is no chat's reply
+        """
+        Args:
+            prompt_ids: the prompt, for penalties and DRY.
+            token_bytes: returns the bytes of a token; needed for DRY's sequence breakers.
+            constraint: enforces the grammar of the settings, or of tool calls.
+            reasoning: ends the reasoning of a chat's reply.
+        """
+        in_vocabulary(prompt_ids, n_vocab, "prompt_ids")
+        in_vocabulary(list(sampling.logit_bias), n_vocab, "logit_bias")
+        self.sampling, self.reasoning = sampling, reasoning
         # Seed of the random numbers, also if the settings have no seed. The same seed, settings, prompt and logits
         # give the same ids on every platform, up to the rounding of ``exp``, which may differ in the last place.
-        self.seed = seed
-        self._history = history
-        self._ids = np.arange(n_vocab)
-        self._adjustments = tuple(adjustments)
-        self._listeners = tuple(listeners)
-        self._choose = choose  # None: select the largest logit
-        self._n_enough = n_enough
-        self._constraint = constraint
-        self._uniform = uniform
+        self.seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        self._ids, self._history, self._constraint = np.arange(n_vocab), History(prompt_ids), constraint
+        trackers = _trackers(sampling, self._history, token_bytes)
+        adjustments: list[Callable[[Logits], Logits]] = []
+        if biases := sampling.logit_bias:
+            ids, added = np.array(list(biases), np.int64), np.array(list(biases.values()), np.float64)
+            adjustments.append(partial(_biased, ids=ids, biases=added))
+        n_biases = len(adjustments)
+        adjustments += [partial(_processed, function=f, history=self._history) for f in sampling.processors]
+        adjustments += trackers
+        self._adjustments = adjustments
+        self._listeners = [item.accept for item in (*trackers, constraint, reasoning) if item is not None]
+        self._uniform = UniformNumbers(self.seed) if sampling.temperature > 0 else None
+        # None: select the largest logit
+        self._choose = _make_choose(sampling, self.seed, self._uniform) if self._uniform else None
+        self._n_enough = 0 if len(adjustments) > n_biases else _n_enough(sampling, n_vocab)
 
     @property
     def n_enough(self) -> int:
@@ -293,53 +292,6 @@ def _drawn(among: Candidates | None, chosen_id: int, n_top: int) -> Choice:
     return Choice(chosen_id, float(logprob), tuple((int(among.ids[i]), float(logprobs[i])) for i in order))
 
 
-def make_sampler(
-    sampling: Sampling,
-    n_vocab: int,
-    *,
-    prompt_ids: Sequence[int] | IntArray = (),
-    token_bytes: Callable[[int], bytes] | None = None,
-    constraint: Constraint | CallConstraint | None = None,
-    reasoning: ReasoningLimit | None = None,
-) -> Sampler:
-    """Return the sampler of one sequence.
-
-    ``prompt_ids``: the prompt, for penalties and DRY. ``token_bytes``: returns the bytes of a token; needed
-    for DRY's sequence breakers. ``constraint``: enforces the grammar of the settings, or of tool calls.
-    ``reasoning``: ends the reasoning of a chat's reply.
-    """
-    in_vocabulary(prompt_ids, n_vocab, "prompt_ids")
-    in_vocabulary(list(sampling.logit_bias), n_vocab, "logit_bias")
-    history = History(prompt_ids)
-    trackers = _trackers(sampling, history, token_bytes)
-    adjustments: list[Callable[[Logits], Logits]] = []
-    if sampling.logit_bias:
-        adjustments.append(_LogitBias(sampling.logit_bias))
-    n_biases = len(adjustments)
-    adjustments += [_Processor(function, history) for function in sampling.processors]
-    adjustments += trackers
-    listeners = [tracker.accept for tracker in trackers]
-    if constraint is not None:
-        listeners.append(constraint.accept)
-    if reasoning is not None:
-        listeners.append(reasoning.accept)
-    seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-    uniform = UniformNumbers(seed) if sampling.temperature > 0 else None
-    return Sampler(
-        sampling,
-        seed=seed,
-        history=history,
-        n_vocab=n_vocab,
-        adjustments=adjustments,
-        listeners=listeners,
-        choose=_make_choose(sampling, seed, uniform) if uniform else None,
-        n_enough=0 if len(adjustments) > n_biases else _n_enough(sampling, n_vocab),
-        constraint=constraint,
-        uniform=uniform,
-        reasoning=reasoning,
-    )
-
-
 def _trackers(
     sampling: Sampling, history: History, token_bytes: Callable[[int], bytes] | None
 ) -> list[RepetitionPenalties | DryPenalty]:
@@ -349,19 +301,15 @@ def _trackers(
         last = history.last(s.repeat_last_n).tolist()
         trackers.append(RepetitionPenalties(last, window=s.repeat_last_n, **strengths))
     if s.dry_penalty_last_n and s.dry_multiplier:
+        breakers = None
+        if texts := s.dry_sequence_breakers:
+            if token_bytes is None:
+                why = " need the text of each token: give Sampler token_bytes, or set "
+                raise UsageError(Argument("dry_sequence_breakers"), why, Argument("dry_sequence_breakers", ()))
+            breakers = SequenceBreakers(texts, token_bytes)
         penalty = partial(DryPenalty, history, window=s.dry_penalty_last_n, allowed_length=s.dry_allowed_length)
-        breakers = _breakers(s.dry_sequence_breakers, token_bytes)
         trackers.append(penalty(multiplier=s.dry_multiplier, base=s.dry_base, breakers=breakers))
     return trackers
-
-
-def _breakers(texts: tuple[str, ...], token_bytes: Callable[[int], bytes] | None) -> SequenceBreakers | None:
-    if not texts:
-        return None
-    if token_bytes is None:
-        why = " need the text of each token: give make_sampler token_bytes, or set "
-        raise UsageError(Argument("dry_sequence_breakers"), why, Argument("dry_sequence_breakers", ()))
-    return SequenceBreakers(texts, token_bytes)
 
 
 def _make_choose(sampling: Sampling, seed: int, uniform: Callable[[], float]) -> _Choose:

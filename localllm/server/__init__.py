@@ -1,6 +1,6 @@
 """The server: HTTP APIs of OpenAI, Anthropic, Ollama and llama.cpp over models that are loaded on demand.
 
-`localllm.server.app.make_app` creates it.  A request passes through these modules:
+`localllm.server.app.App` is the application.  A request passes through these modules:
 
     http.Guard          checks Host, Origin, key and size
     app, bodies         select the handler, and convert the body to a struct

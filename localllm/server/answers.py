@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -20,7 +19,7 @@ from localllm.chat import thinking
 from localllm.chat.conversation import Media, Message, ToolCall, decoded, kind_of
 from localllm.chat.rendering import described_tools
 from localllm.chat.reply import CallDelta
-from localllm.chat.tool_choice import ChosenTools, Tools, choose_tools
+from localllm.chat.tool_choice import ChosenTools, Tools
 from localllm.engine.drafting import Drafts
 from localllm.engine.media import text_ids
 from localllm.engine.request import FinishReason, Timings, Usage
@@ -125,14 +124,10 @@ class ThinkingFields(msgspec.Struct):
         return {} if budget is None else {"reasoning_budget": budget}
 
 
-def _with_options(cls: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """Return a subclass with a field per option.  Classes that read a field declare it again, for type checkers."""
-    return msgspec.defstruct(cls.__name__, _OPTIONS, bases=(cls,))
-
-
-@_with_options
-class _Options(ThinkingFields):
-    pass
+if TYPE_CHECKING:
+    _Options = ThinkingFields
+else:  # with a field per option; classes that read a field declare it again, for type checkers
+    _Options = msgspec.defstruct("_Options", _OPTIONS, bases=(ThinkingFields,))
 
 
 class StructuredOutputs(msgspec.Struct):
@@ -212,20 +207,13 @@ class GenerationFields(_Options):
         self,
         options: dict[str, Any],
         messages: list[Message],
-        tools: Tools | None,
-        choice: object,
+        chosen: ChosenTools,
         goes_on: bool | None = None,
-        grammars: Mapping[str, Any] = MappingProxyType({}),
         **more: Any,
     ) -> GenerationJob:
         """Return the job of a chat.  ``goes_on``: see `split_reply_start`."""
         messages, reply_start = split_reply_start(messages, goes_on)
-        more |= offer_tools(tools, choice, grammars)
-        return self.job(options, messages=messages, reply_start=reply_start, **more)
-
-
-#: Keys of functions that templates do not get.
-_NOT_SHOWN = ("strict", "input_grammar")
+        return self.job(options, messages=messages, reply_start=reply_start, chosen=chosen, **more)
 
 
 @dataclass(frozen=True)
@@ -236,15 +224,13 @@ class GenerationJob:
     options: dict[str, Any]  # keywords of `LLM.stream`
     messages: list[Message] | None = None  # of a chat; None if ``prompts`` are continued
     prompts: Sequence[Prompt | MediaPrompt] = ()  # strings, token ids, or both in one prompt
-    tools: Tools = field(default_factory=list)  # callable by the model, in OpenAI's format
-    forced: Tools = field(default_factory=list)  # the reply must call one of these; empty if it may be text
+    chosen: ChosenTools = field(default_factory=ChosenTools)  # tools that the reply may call
     hosted_tools: Sequence[str] = ()  # tools that only a provider's server can run
     skipped: Sequence[str] = ()  # unknown types of items and blocks, which were omitted
     variables: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     reply_start: Message | None = None  # start of the reply, sent by the client
     n: int = 1  # replies per prompt
     stream: bool = False  # whether the replies are streamed
-    one_call: bool = False  # whether a reply may contain only one call
     special: bool = False  # whether to parse names of control tokens in ``prompts``
     tells_progress: bool = False  # whether events report the progress of the prompt
     tells_timings: bool = False  # whether each event contains timings
@@ -254,8 +240,8 @@ class GenerationJob:
         """Return the arguments of `LLM.stream_chat`, without options.  Sets ``warnings``."""
         messages = self.messages or []
         tools = [
-            {**tool, "function": {name: value for name, value in tool["function"].items() if name not in _NOT_SHOWN}}
-            for tool in self.tools
+            {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+            for tool in self.chosen.offered
         ]
         self.warnings.clear()
         if self.hosted_tools:
@@ -265,7 +251,7 @@ class GenerationJob:
             omitted = ", ".join(dict.fromkeys(self.skipped))
             self.warnings.append(f"parts of unknown types were omitted: {omitted}")
         if tools and not llm.chat_template.reads("tools"):
-            tools, messages = [], [Message("system", (described_tools(self.tools),)), *messages]
+            tools, messages = [], [Message("system", (described_tools(self.chosen.offered),)), *messages]
             self.warnings.append("this model's chat template has no tools: a system message describes them")
         return {
             "messages": messages,
@@ -290,10 +276,6 @@ class GenerationJob:
         """Return the prompt of a chat."""
         arguments = self.chat_arguments(llm)
         return self._render(llm, arguments["messages"], arguments["tools"]) + str(arguments["reply_prefix"])
-
-    @property
-    def chosen(self) -> ChosenTools:
-        return ChosenTools(self.tools, self.forced, self.one_call)
 
     def prompt_ids(self, llm: LLM) -> list[int]:
         return llm.tokenize_chat(**self.chat_arguments(llm))
@@ -361,8 +343,8 @@ class PendingReplies:
     llm: LLM
     streams: list[Stream]  # one per reply
     on_close: Callable[[PendingReplies], object] | None
-    begun_at: float  # time of the request, by `time.perf_counter`
-    load_s: float  # seconds from ``begun_at`` until the model was loaded
+    started_at: float  # time of the request, by `time.perf_counter`
+    load_s: float  # seconds from ``started_at`` until the model was loaded
     public_id: str = ""  # in OpenAI's chat API
     number: int = field(default_factory=itertools.count(1).__next__)  # counted from the server's start
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -420,13 +402,13 @@ class PendingReplies:
         n_calls = 0
         async for event in stream:
             n_calls += isinstance(event.call, CallDelta) and event.call.begins
-            if n_calls > 1 and self.job.one_call:
+            if n_calls > 1 and self.job.chosen.one_call:
                 event = replace(event, call=None)
             if event.finish_reason is not None:
                 if event.finish_reason == "cancelled":
                     raise stopping()
                 reply.stop_text = stream.stop_text
-                if n_calls > 1 and self.job.one_call:
+                if n_calls > 1 and self.job.chosen.one_call:
                     reply.warnings.append(f"{n_calls - 1} more calls were omitted: the request allows only one call")
             reply.add(event)
             is_progress = event.n_evaluated is not None
@@ -462,19 +444,6 @@ def constrain_to_format(options: dict[str, Any], name: str, format_type: str, sc
         raise HTTPError(400, f"{name} is {format_type!r:.40}, but must be text, json_object or json_schema")
     if format_type != "text":
         constrain(options, schema)
-
-
-def offer_tools(
-    tools: Tools | None, choice: object, grammars: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
-    """Return the fields of a `GenerationJob` for tools.  ``grammars``: of the input of custom tools, by name."""
-    selection = choose_tools(tools, choice)
-    for tool in selection.offered:
-        function = tool["function"]
-        function.pop("input_grammar", None)  # clients cannot set it
-        if function["name"] in grammars:
-            function["input_grammar"] = grammars[function["name"]]
-    return {"tools": selection.offered, "forced": selection.forced}
 
 
 def split_reply_start(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], Message | None]:

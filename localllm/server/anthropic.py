@@ -14,15 +14,10 @@ from starlette.responses import Response
 
 from localllm.chat.conversation import Message, ToolCall, read_message, read_parts
 from localllm.chat.reply import CallDelta
+from localllm.chat.tool_choice import choose_tools
 from localllm.engine.request import Usage
 from localllm.generation.completion import Chunk
-from localllm.server.answers import (
-    GenerationFields,
-    GenerationJob,
-    PendingReplies,
-    Reply,
-    constrain,
-)
+from localllm.server.answers import GenerationFields, GenerationJob, PendingReplies, Reply, constrain
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.endpoint import ReplyWriter, n_input_tokens, respond
 from localllm.server.http import HTTPError, event, json_response
@@ -79,10 +74,10 @@ def _job(body: MessagesRequest) -> GenerationJob:
     ]
     hosted = [tool.name for tool in body.tools or [] if tool.input_schema is None]
     one_call = bool((body.tool_choice or {}).get("disable_parallel_tool_use"))
+    chosen = choose_tools(tools, body.tool_choice, one_call=one_call)
     skipped: list[str] = []
     messages = _messages(body, skipped)
-    more: dict[str, Any] = {"hosted_tools": hosted, "skipped": skipped}
-    return body.chat_job(options, messages, tools, body.tool_choice, one_call=one_call, **more)
+    return body.chat_job(options, messages, chosen, hosted_tools=hosted, skipped=skipped)
 
 
 #: The start of Claude Code's first system text, and in it the stamp that changes with each request.

@@ -57,7 +57,7 @@ async def decode(request: Request, body_type: type[_T], read_long: Callable[...,
         return await read_long(request, _with_pause, work, *args) if is_long else work(*args)
 
     try:
-        value, request.state.is_long = await read(_decoded, body, packing, request.state.max_body, form)
+        value, request.state.is_slow = await read(_decoded, body, packing, request.state.max_body, form)
         if hosts := request.state.image_hosts:
             places = await read(image_addresses, value)
             await cancel_on_disconnect(request, fetch_images(places, hosts, request.state.max_body))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from localllm.cancellation import cancellable, check_cancelled
-from localllm.errors import Argument, ClosedError, UsageError
+from localllm.errors import Argument, UsageError
 from localllm.generation.completion import Stream
 from localllm.inspection.steering import Steering
 from localllm.llm import LLM
@@ -104,20 +104,14 @@ class Dispatcher:
         if "x-timeout" in request.headers:
             job.options.setdefault("timeout", _seconds(request.headers["x-timeout"]))
         began = time.perf_counter()
-        for attempt in range(3):
-            served, llm = await self.models.acquire(job.model)
-            load_s = time.perf_counter() - began
-            try:
-                threads, chat = self._threads_for(request, self._threads), job.with_system(served.preset.system)
-                streams = await self._run(request, threads, _submit, chat, llm, client)
-                break
-            except ClosedError:  # the model was unloaded before the call
-                self.models.release(served)
-                if attempt == 2 or self.models.is_closed:
-                    raise
-            except BaseException:
-                self.models.release(served)
-                raise
+        served, llm = await self.models.acquire(job.model)
+        load_s = time.perf_counter() - began
+        try:
+            threads, chat = self._threads_for(request, self._threads), job.with_system(served.preset.system)
+            streams = await self._run(request, threads, _submit, chat, llm, client)
+        except BaseException:
+            self.models.release(served)
+            raise
         pending = PendingReplies(job, served, llm, streams, self._end, began, load_s)
         self.active[pending.number] = pending
         return pending
@@ -138,7 +132,7 @@ class Dispatcher:
 
     async def read(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
         """Calls ``work`` with a request's fields, in another thread if the request is long."""
-        if not request.state.is_long:
+        if not request.state.is_slow:
             return work(*args)
         return await self._run(request, self._long_threads, work, *args)
 
@@ -154,7 +148,7 @@ class Dispatcher:
         return await self._run(request, self._body_thread, work, *args)
 
     def _threads_for(self, request: Request, threads: ThreadPoolExecutor) -> ThreadPoolExecutor:
-        return self._long_threads if request.state.is_long else threads
+        return self._long_threads if request.state.is_slow else threads
 
     async def _run(
         self,

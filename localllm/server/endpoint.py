@@ -14,10 +14,12 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localllm.chat.conversation import Message
 from localllm.generation.completion import Chunk
 from localllm.server.answers import GenerationJob, PendingReplies, Reply
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, event
+from localllm.server.response_store import StoredResponse
 
 _Body = TypeVar("_Body")
 
@@ -35,12 +37,22 @@ class ReplyWriter(Generic[_Body]):
         self.pending, self.body = pending, body
 
     @property
-    def is_long(self) -> bool:
-        """Whether a thread writes the start, the last event of each reply, and the answer."""
-        return "logprobs" in self.pending.job.options
+    def uses_thread(self) -> bool:
+        """Whether a thread writes the start, the last event of each reply, and the answer, as they take long."""
+        return "logprobs" in self.pending.job.options or getattr(self.body, "verbose", False)
 
     async def prepare(self, request: Request, dispatcher: Dispatcher) -> None:
-        """Do further work before the replies are read."""
+        """Do further work before the replies are read.  By default stores what `keep` needs."""
+        self._client, self._store = request.state.client, dispatcher.responses
+
+    def keep(self, id_: str, reply: Reply, response: dict[str, Any], *, n_omitted: int = 0) -> None:
+        """Store a response and its chat, without the first ``n_omitted`` messages, so that it can be continued."""
+        job = self.pending.job
+        start = job.reply_start or Message("assistant")
+        text, reasoning = start.text + reply.text, start.reasoning + reply.thinking
+        answer = Message("assistant", (text,) if text else (), reasoning, tuple(reply.calls))
+        conversation = [*(job.messages or [])[n_omitted:], answer]
+        self._store.put(id_, StoredResponse(self._client, conversation, response))
 
     def begin(self) -> Iterable[bytes]:
         return ()
@@ -78,12 +90,12 @@ async def respond(
             lines = _lines(dispatcher, writer, request.url.path)
             return EventStream(lines, pending.close, writer.media_type, writer.ping)
         replies = await cancel_on_disconnect(request, pending.read())
-    return await dispatcher.convert(request, writer.answer, replies) if writer.is_long else writer.answer(replies)
+    return await dispatcher.convert(request, writer.answer, replies) if writer.uses_thread else writer.answer(replies)
 
 
 async def _lines(dispatcher: Dispatcher, writer: ReplyWriter[Any], path: str) -> AsyncIterator[bytes]:
     async def write(work: Callable[..., Iterable[bytes]], *args: Any) -> Iterable[bytes]:
-        return await dispatcher.convert(None, lambda: [*work(*args)]) if writer.is_long else work(*args)
+        return await dispatcher.convert(None, lambda: [*work(*args)]) if writer.uses_thread else work(*args)
 
     replies = []
     try:

@@ -23,17 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localllm.errors import (
-    Argument,
-    ClosedError,
-    ContextLengthError,
-    LocalLLMError,
-    NotEnoughMemoryError,
-    QueueFullError,
-    TemplateError,
-    TokenizerError,
-    UsageError,
-)
+from localllm import errors
 from localllm.options.declared import LoadOptions, declared, in_flags
 from localllm.server.models import LoadError, TooLargeError, UnknownModelError
 
@@ -65,7 +55,7 @@ _TYPES = {
 }
 
 
-class HTTPError(LocalLLMError):
+class HTTPError(errors.LocalLLMError):
     """An error response.
 
     ``code`` is a machine-readable word, ``allow`` lists the methods of the path, ``more`` contains further fields.
@@ -91,30 +81,30 @@ class HTTPError(LocalLLMError):
         library argument.
         """
 
-        def word(argument: Argument) -> str:
+        def word(argument: errors.Argument) -> str:
             if argument.name in declared(LoadOptions) and argument.name not in fields:
                 return f"{in_flags(argument)} of localllm serve"
             return str(argument._replace(name=fields.get(argument.name, argument.name)))
 
         if isinstance(error, HTTPError):
             return error
-        if isinstance(error, ContextLengthError):
+        if isinstance(error, errors.ContextLengthError):
             # Drop the advice to truncate: requests cannot set ``overflow``.
-            error = ContextLengthError(error.n_tokens, error.context)
+            error = errors.ContextLengthError(error.n_tokens, error.context)
             more = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.context}
             return cls(400, error.worded(word), "context_length_exceeded", more=more)
         if isinstance(error, msgspec.DecodeError):
             return cls(400, f"the body is not what this endpoint takes: {error}")
-        if isinstance(error, UsageError | TemplateError | TokenizerError):
+        if isinstance(error, errors.UsageError | errors.TemplateError | errors.TokenizerError):
             param = fields.get(getattr(error, "argument", None) or "")
             return cls(400, _FOLDERS.sub("", error.worded(word)), param=param)
         if isinstance(error, UnknownModelError):
             return cls(404, str(error), "model_not_found")
-        if isinstance(error, QueueFullError):
+        if isinstance(error, errors.QueueFullError):
             return cls(429, "too many requests wait for the model already: try again later", "queue_full")
-        if isinstance(error, NotEnoughMemoryError):
+        if isinstance(error, errors.NotEnoughMemoryError):
             return cls(503, "there is not enough memory for this model and the models in use: try again later")
-        if isinstance(error, ClosedError):
+        if isinstance(error, errors.ClosedError):
             return cls(503, "the model is being unloaded: try again")
         if isinstance(error, ClientDisconnect):  # no client reads it
             return cls(499, "the client has gone")
@@ -297,7 +287,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not all(key.strip() for key in self.api_keys):
-            raise UsageError(Argument("api_keys"), " has an empty key: leave it out, or give a key")
+            raise errors.UsageError(errors.Argument("api_keys"), " has an empty key: leave it out, or give a key")
 
 
 class Guard:
@@ -336,7 +326,7 @@ class Guard:
             if len(scope["path"]) > 1 and scope["path"].endswith("/"):
                 scope["path"] = scope["path"].rstrip("/") or "/"
             limits = {"max_body": self._limits.max_body, "image_hosts": self._limits.image_hosts}
-            state = {"client": self._client(scope, headers), "is_long": False, **limits}
+            state = {"client": self._client(scope, headers), "is_slow": False, **limits}
             scope["state"] = {**scope["state"], **state}
             await self._app(scope, self._bounded(headers, receive), sending)
         except Exception as error:

@@ -7,13 +7,14 @@ import base64
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 
 from localllm.cancellation import check_cancelled
 from localllm.chat.conversation import IMAGE_KEYS, IMAGE_TYPES
 from localllm.errors import UsageError
+from localllm.parallel import in_thread
 from localllm.web import MAX_SECONDS, Page, fetch, is_web
 
 #: Images that are fetched for a request.
@@ -72,18 +73,10 @@ async def fetch_images(places: Sequence[Place], hosts: Sequence[str], max_bytes:
 
 async def _fetched(address: str, max_bytes: int, hosts: Sequence[str], seconds: float) -> Page:
     """Fetch a page in a daemon thread, which does not delay the end of the program.  Cancellation stops it."""
-    result, is_stopped = Future[Page](), threading.Event()
-    result.set_running_or_notify_cancel()  # cancelling the awaitable no longer cancels this future
-
-    def run() -> None:
-        try:
-            result.set_result(fetch(address, max_bytes, hosts=hosts, is_stopped=is_stopped.is_set, seconds=seconds))
-        except Exception as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="localllm-fetch", daemon=True).start()
+    is_stopped = threading.Event()
+    work = partial(fetch, address, max_bytes, hosts=hosts, is_stopped=is_stopped.is_set, seconds=seconds)
     try:
         # The thread has no timeout while it resolves a name.
-        return await asyncio.wait_for(asyncio.wrap_future(result), max(0.0, seconds))
+        return await asyncio.wait_for(asyncio.wrap_future(in_thread(work, "localllm-fetch")), max(0.0, seconds))
     finally:
         is_stopped.set()

@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from localllm.chat.conversation import read_messages
+from localllm.chat.tool_choice import choose_tools
 from localllm.errors import ClosedError, OutputError, PromptCacheError, path_text
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
@@ -41,7 +42,6 @@ from localllm.server.answers import (
     Reply,
     ThinkingFields,
     infill_tokens,
-    offer_tools,
     prompts_of,
     split_reply_start,
 )
@@ -296,9 +296,8 @@ async def apply_template(request: Request, dispatcher: Dispatcher, body: Templat
     variables = body.template_variables()
     if not body.add_generation_prompt:
         variables["add_generation_prompt"] = False
-    tools = offer_tools(body.tools, None)
-    job = GenerationJob(body.model, {}, messages=messages, variables=variables, reply_start=reply_start, **tools)
-
+    more: dict[str, Any] = {"variables": variables, "reply_start": reply_start, "chosen": choose_tools(body.tools)}
+    job = GenerationJob(body.model, {}, messages, **more)
     return json_response({"prompt": await dispatcher.with_chat(request, job, GenerationJob.rendered)})
 
 
@@ -374,6 +373,11 @@ class _LlamaWriter(ReplyWriter[_CompletionFields]):
     def __init__(self, pending: PendingReplies, body: _CompletionFields) -> None:
         super().__init__(pending, body)
         self._settings = _settings(pending.llm, pending.job.options)
+        self._shows_prompt = body.verbose or "prompt" in (body.response_fields or ())  # it may be long
+
+    @property
+    def uses_thread(self) -> bool:
+        return super().uses_thread or self._shows_prompt
 
     def lines(self, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
         head = {"index": reply.index, "content": chunk.text, "tokens": chunk.ids, "stop": False}
@@ -397,13 +401,12 @@ class _LlamaWriter(ReplyWriter[_CompletionFields]):
 
     def _end(self, reply: Reply) -> dict[str, Any]:
         body, stream = self.body, self.pending.streams[reply.index]
-        wants_prompt = body.verbose or "prompt" in (body.response_fields or ())  # it may be long
         stop = "word" if reply.stop_text is not None else "eos" if reply.finish_reason == "stop" else "limit"
         return {
             "index": reply.index,
             "content": "",
             "tokens": stream.tokens[stream.usage.prompt_tokens :] if body.return_tokens else [],
-            **({"prompt": self.pending.prompt_text(reply.index)} if wants_prompt else {}),
+            **({"prompt": self.pending.prompt_text(reply.index)} if self._shows_prompt else {}),
             "has_new_line": "\n" in reply.text,
             "model": self.pending.served.name,
             "stop": True,

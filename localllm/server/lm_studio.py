@@ -25,7 +25,6 @@ from localllm.server.http import event, json_response
 from localllm.server.model_control import ModelName
 from localllm.server.models import ServedModel
 from localllm.server.openai import new_id, warnings_json
-from localllm.server.response_store import StoredResponse
 
 # -- Models --------------------------------------------------------------------------------------------------------
 
@@ -155,11 +154,8 @@ class _Writer(ReplyWriter[StudioChatRequest]):
         self._output: list[dict[str, Any]] = []
 
     @property
-    def is_long(self) -> bool:
-        return super().is_long or self._id is not None
-
-    async def prepare(self, request: Request, dispatcher: Dispatcher) -> None:
-        self._client, self._store = request.state.client, dispatcher.responses
+    def uses_thread(self) -> bool:
+        return super().uses_thread or self._id is not None
 
     def begin(self) -> list[bytes]:
         return [_line("chat.start", model_instance_id=self.pending.served.name)]
@@ -208,9 +204,7 @@ class _Writer(ReplyWriter[StudioChatRequest]):
         }
         result = {"model_instance_id": self.pending.served.name, "output": self._output, "stats": stats}
         if self._id is not None:
-            answer = Message("assistant", (reply.text,) if reply.text else (), reasoning=reply.thinking)
-            conversation = [*(self.pending.job.messages or []), answer]
-            self._store.put(self._id, StoredResponse(self._client, conversation, {"id": self._id}))
+            self.keep(self._id, reply, {"id": self._id})
             result["response_id"] = self._id
         return result | warnings_json(reply)
 

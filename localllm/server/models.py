@@ -229,12 +229,11 @@ class Models:
     async def _load_model(self, served: ServedModel) -> None:
         served.load_progress = 0.0
         self.log(f"loading {served.name}")
+        report = partial(self._report, served)
         try:
             while True:
                 try:
-                    served.llm = await self._in_thread(
-                        served.preset.load, served.preset.source, partial(self._report, served)
-                    )
+                    served.llm = await self._in_thread(served.preset.load, served.preset.source, report)
                     self.n_loads += 1
                     break
                 except NotEnoughMemoryError:

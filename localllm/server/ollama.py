@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.chat.conversation import Media, Message, ToolCall, decoded, read_message
+from localllm.chat.tool_choice import choose_tools
 from localllm.engine.media import text_ids
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
@@ -31,7 +32,6 @@ from localllm.server.answers import (
     ThinkingFields,
     constrain,
     infill_tokens,
-    offer_tools,
     split_reply_start,
 )
 from localllm.server.dispatcher import Dispatcher
@@ -75,7 +75,7 @@ def _job(body: OllamaRequest, **more: Any) -> GenerationJob:
     if body.format:
         constrain(options, body.format if isinstance(body.format, dict) else None)
     variables = run.template_variables() | body.template_variables()
-    more |= {"variables": variables, "stream": body.stream, **offer_tools(body.tools, None)}
+    more |= {"variables": variables, "stream": body.stream, "chosen": choose_tools(body.tools)}
     return GenerationJob(body.model or body.name, options, **more)
 
 
@@ -188,7 +188,7 @@ class _LineWriter(ReplyWriter[OllamaRequest]):
         return {
             "done": True,
             "done_reason": "stop" if reply.finish_reason == "stop" else "length",
-            "total_duration": _ns(time.perf_counter() - self.pending.begun_at),
+            "total_duration": _ns(time.perf_counter() - self.pending.started_at),
             "load_duration": _ns(self.pending.load_s),
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": _ns(timings.prefill_s),

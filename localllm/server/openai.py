@@ -16,10 +16,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localllm import openai_format
 from localllm.chat.conversation import ToolCall, read_messages
 from localllm.generation.completion import Chunk, Stream
 from localllm.llm import LLM
-from localllm.openai_format import call_delta_json, chat_logprobs_json, message_json, text_logprobs_json, usage_json
 from localllm.sampling import Choice
 from localllm.server.answers import (
     MAX_REPLIES,
@@ -37,6 +37,7 @@ from localllm.server.dispatcher import Dispatcher
 from localllm.server.endpoint import ReplyWriter, n_input_tokens, respond
 from localllm.server.http import DONE, HTTPError, event, json_list, json_response
 from localllm.server.models import ServedModel
+from localllm.server.response_items import ToolItems
 from localllm.tokenizer.stream import TextOffsets
 from localllm.version import __version__
 
@@ -91,9 +92,12 @@ def _chat_job(body: ChatRequest) -> GenerationJob:
         raise HTTPError(400, "continue_final_message and add_generation_prompt contradict each other: leave one out")
     if goes_on is None and body.add_generation_prompt:
         goes_on = False
-    n, one_call = 1 if body.n is None else body.n, body.parallel_tool_calls is False
-    messages = read_messages(body.messages)
-    return body.chat_job(options, messages, body.tools, body.tool_choice, goes_on, n=n, one_call=one_call)
+    custom = ToolItems()
+    custom.add([tool for tool in body.tools or () if tool.get("type") == "custom"])
+    functions = [tool for tool in body.tools or () if tool.get("type") != "custom"]
+    chosen = custom.chosen(body.tool_choice, functions, one_call=body.parallel_tool_calls is False)
+    messages, n = read_messages(body.messages), 1 if body.n is None else body.n
+    return body.chat_job(options, messages, chosen, goes_on, n=n)
 
 
 # -- Parts of responses --------------------------------------------------------------------------------------------
@@ -104,7 +108,7 @@ def _usage_json(replies: Sequence[Reply]) -> dict[str, Any]:
     firsts = [reply.usage for reply in replies if reply.is_first]
     n_prompt = sum(usage.prompt_tokens for usage in firsts)
     return {
-        **usage_json(n_prompt, sum(reply.usage.completion_tokens for reply in replies)),
+        **openai_format.usage_json(n_prompt, sum(reply.usage.completion_tokens for reply in replies)),
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
         "completion_tokens_details": {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)},
     }
@@ -148,7 +152,7 @@ def progress_json(pending: PendingReplies, chunk: Chunk) -> dict[str, Any]:
         "total": usage.prompt_tokens,
         "cache": usage.cached_tokens,
         "processed": chunk.n_evaluated,
-        "time_ms": round(1e3 * (time.perf_counter() - pending.begun_at)),
+        "time_ms": round(1e3 * (time.perf_counter() - pending.started_at)),
     }
     return {"prompt_progress": progress, "timings": timings_json(chunk)}
 
@@ -216,6 +220,10 @@ def _totals(replies: Sequence[Reply]) -> dict[str, Any]:
 class _ChatWriter(_OpenAIWriter[ChatRequest]):
     prefix, names = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
+    def __init__(self, pending: PendingReplies, body: ChatRequest) -> None:
+        super().__init__(pending, body)
+        self._custom = pending.job.chosen.custom
+
     def begin(self) -> Iterator[bytes]:
         for index in range(self.pending.job.n):
             yield self._event(index, {"delta": {"role": "assistant", "content": None}})
@@ -227,33 +235,35 @@ class _ChatWriter(_OpenAIWriter[ChatRequest]):
         elif chunk.finish_reason is not None:
             more = {"timings": timings_json(reply), **warnings_json(reply)}
             yield write({"delta": {}}, reason=finish_reason(reply), **more)
-        elif (delta := _delta(chunk)) or chunk.logprobs:
+        elif (delta := self._delta(reply, chunk)) or chunk.logprobs:
             logprobs = self._logprobs(chunk.logprobs)
             yield write({"delta": delta}, logprobs=logprobs, **timings_so_far(self.pending, reply))
 
     def answer(self, replies: list[Reply]) -> Response:
         choices = []
         for reply in replies:
-            message = message_json(reply.text, reply.thinking, reply.calls, refusal=None)
+            message = openai_format.message_json(reply.text, reply.thinking, reply.calls, self._custom, refusal=None)
             logprobs = self._logprobs(reply.logprobs) if self.body.logprobs else None
             choices.append(_choice(reply.index, {"message": message}, logprobs, finish_reason(reply)))
         verbose = {"__verbose": {"prompt": self.pending.prompt_text(0)}} if self.body.verbose else {}
         return json_response(self.json(choices, **_totals(replies), **verbose))
 
     def _logprobs(self, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
-        return None if choices is None else chat_logprobs_json(self.pending.llm.tokenizer, choices, json_list)
+        tokenizer = self.pending.llm.tokenizer
+        return None if choices is None else openai_format.chat_logprobs_json(tokenizer, choices, json_list)
 
-
-def _delta(chunk: Chunk) -> dict[str, Any]:
-    call = chunk.call
-    if isinstance(call, ToolCall):  # its pieces were already sent
-        return {}
-    if call is None:
-        return {"reasoning_content": chunk.reasoning} if chunk.reasoning else {"content": chunk.text}
-    if call.begins:
-        return call_delta_json(call)
-    function = {"arguments": call.arguments}
-    return {"tool_calls": [{"index": call.index, "function": function}]} if call.arguments else {}
+    def _delta(self, reply: Reply, chunk: Chunk) -> dict[str, Any]:
+        """Return the ``delta`` of a chunk.  The input of a custom tool is sent when it is complete."""
+        call = chunk.call
+        if call is None:
+            return {"reasoning_content": chunk.reasoning} if chunk.reasoning else {"content": chunk.text}
+        if isinstance(call, ToolCall):
+            custom = {"index": len(reply.calls) - 1, "custom": {"input": openai_format.custom_input(call)}}
+            return {"tool_calls": [custom]} if call.name in self._custom else {}
+        if call.begins:
+            return openai_format.call_delta_json(call, self._custom)
+        function = {"index": call.index, "function": {"arguments": call.arguments}}
+        return {"tool_calls": [function]} if call.arguments and call.name not in self._custom else {}
 
 
 async def chat_completions(request: Request, dispatcher: Dispatcher, body: ChatRequest) -> Response:
@@ -330,7 +340,7 @@ class _CompletionWriter(_OpenAIWriter[CompletionRequest]):
     def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
         if choices is None:
             return None
-        logprobs = text_logprobs_json(self.pending.llm.tokenizer, choices, self._offsets[index])
+        logprobs = openai_format.text_logprobs_json(self.pending.llm.tokenizer, choices, self._offsets[index])
         return {**logprobs, "top_logprobs": json_list(logprobs["top_logprobs"])}
 
 

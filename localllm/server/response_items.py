@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.chat.conversation import Message, ToolCall, read_calls, read_message
+from localllm.chat.tool_choice import ChosenTools, Tools, choose_tools
 from localllm.errors import UsageError, quoted
+from localllm.openai_format import custom_input
 from localllm.options.declared import Sampling
 
 #: Parameters of tools that the API defines without a schema.
@@ -56,6 +58,8 @@ class ToolItems:
             if not isinstance(tool, Mapping):
                 raise UsageError(f"a tool is {quoted(tool)}, but must be an object")
             tool_type = tool.get("type", "function")
+            if tool_type == "custom" and isinstance(tool.get("custom"), Mapping):  # in the chat API
+                tool = {**tool["custom"], "type": tool_type}
             if tool_type == "namespace":
                 self.add(tool.get("tools"), str(tool.get("name") or ""))
             elif (read := _tool(tool_type, tool, namespace)) is not None:
@@ -63,14 +67,11 @@ class ToolItems:
             else:
                 self.hosted.append(str(tool_type))
 
-    @property
-    def functions(self) -> list[dict[str, Any]]:
-        return [tool.function for tool in self.by_name.values()]
-
-    @property
-    def grammars(self) -> dict[str, tuple[str, str]]:
-        """The grammars of custom tools, by the names of their functions."""
-        return {name: tool.grammar for name, tool in self.by_name.items() if tool.grammar is not None}
+    def chosen(self, choice: object, functions: Tools | None = None, *, one_call: bool) -> ChosenTools:
+        """Apply ``tool_choice``.  ``functions``: further tools, which are functions."""
+        functions = [*(functions or ()), *(tool.function for tool in self.by_name.values())]
+        custom = {name: tool.grammar for name, tool in self.by_name.items() if tool.call_type == "custom_tool_call"}
+        return choose_tools(functions, self.choice(choice), one_call=one_call, custom=custom)
 
     def choice(self, choice: object) -> object:
         """Return a ``tool_choice`` with the names of functions."""
@@ -97,7 +98,7 @@ class ToolItems:
         if call_type == "function_call":
             item |= {"name": name, "arguments": call.arguments}
         elif call_type == "custom_tool_call":
-            item |= {"name": name, "input": str(values.get("input", ""))}
+            item |= {"name": name, "input": custom_input(call)}
         elif call_type == "local_shell_call":
             item["action"] = {"command": [], "env": {}, **values, "type": "exec"}
         elif call_type == "shell_call":
@@ -250,9 +251,8 @@ def _call(number: int, id_: str, name: object, arguments: object) -> Message:
 
 def _function(item: Mapping[str, Any]) -> tuple[object, object]:
     name = item.get("name")
-    return (flat_name(str(item.get("namespace") or ""), name) if isinstance(name, str) else name), item.get(
-        "arguments"
-    )
+    flat = flat_name(str(item.get("namespace") or ""), name) if isinstance(name, str) else name
+    return flat, item.get("arguments")
 
 
 def _custom(item: Mapping[str, Any]) -> tuple[object, object]:

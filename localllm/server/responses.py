@@ -22,13 +22,7 @@ from localllm.chat.reply import CallDelta
 from localllm.generation.completion import Chunk
 from localllm.openai_format import tokens_json
 from localllm.sampling import Choice
-from localllm.server.answers import (
-    GenerationFields,
-    GenerationJob,
-    PendingReplies,
-    Reply,
-    constrain_to_format,
-)
+from localllm.server.answers import GenerationFields, GenerationJob, PendingReplies, Reply, constrain_to_format
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.endpoint import ReplyWriter, n_input_tokens, respond
 from localllm.server.http import HTTPError, event, json_response
@@ -90,11 +84,8 @@ def _job(body: ResponsesRequest, before: list[Message], tools: ToolItems) -> Gen
     messages = [*before, *read_items(items, tools, skipped)]
     if body.instructions:
         messages = [Message("system", (body.instructions,)), *messages]
-    choice, one_call = tools.choice(body.tool_choice), body.parallel_tool_calls is False
-    more: dict[str, Any] = {"hosted_tools": tools.hosted, "skipped": skipped}
-    return body.chat_job(
-        options, messages, tools.functions, choice, one_call=one_call, grammars=tools.grammars, **more
-    )
+    chosen = tools.chosen(body.tool_choice, one_call=body.parallel_tool_calls is False)
+    return body.chat_job(options, messages, chosen, hosted_tools=tools.hosted, skipped=skipped)
 
 
 async def _stored(request: Request, dispatcher: Dispatcher, id_: str) -> StoredResponse:
@@ -188,25 +179,20 @@ class _ResponseWriter(ReplyWriter[ResponsesRequest]):
         self._id, self._created = new_id("resp_"), time.time()
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # item whose text follows
-        self._begun: dict[str, Any] = {}  # item of the call whose arguments follow
+        self._call_item: dict[str, Any] = {}  # item of the call whose arguments follow
         self._waiting: tuple[Choice, ...] = ()
         self._numbers = itertools.count()
         self._json = self._response("in_progress")  # the incomplete response
 
     @property
-    def is_long(self) -> bool:
-        return super().is_long or self.body.store is not False
-
-    async def prepare(self, request: Request, dispatcher: Dispatcher) -> None:
-        self._client, self._store = request.state.client, dispatcher.responses
+    def uses_thread(self) -> bool:
+        return super().uses_thread or self.body.store is not False
 
     def begin(self) -> list[bytes]:
         return [self._line(f"response.{status}", {"response": self._json}) for status in ("created", "in_progress")]
 
     def lines(self, reply: Reply, chunk: Chunk) -> list[bytes]:
         events = self._events(reply, chunk)
-        if chunk.finish_reason is not None:
-            self._keep(reply)
         return [self._line(name, fields) for name, fields in events]
 
     def error(self, body: dict[str, Any]) -> bytes:
@@ -216,18 +202,7 @@ class _ResponseWriter(ReplyWriter[ResponsesRequest]):
         (reply,) = replies
         for chunk in reply.chunks:
             self._events(reply, chunk)
-        self._keep(reply)
         return json_response(self._json)
-
-    def _keep(self, reply: Reply) -> None:
-        """Store the response, unless the request forbids it."""
-        if self.body.store is not False:
-            job = self.pending.job
-            messages = list(job.messages or [])[1 if self.body.instructions else 0 :]
-            reply_start = job.reply_start or Message("assistant")
-            text, thinking = reply_start.text + reply.text, reply_start.reasoning + reply.thinking
-            answer = Message("assistant", (text,) if text else (), reasoning=thinking, calls=tuple(reply.calls))
-            self._store.put(self._id, StoredResponse(self._client, [*messages, answer], self._json))
 
     def _line(self, name: str, fields: dict[str, Any]) -> bytes:
         return event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
@@ -267,6 +242,8 @@ class _ResponseWriter(ReplyWriter[ResponsesRequest]):
             events = [*last, *self._close(status)]
             why = None if reply.finish_reason == "stop" else "max_output_tokens"
             self._json = self._response(status, reply, why) | warnings_json(reply)
+            if self.body.store is not False:
+                self.keep(self._id, reply, self._json, n_omitted=1 if self.body.instructions else 0)
             timings = timings_json(reply)  # a field of llama.cpp, as below
             return [*events, (f"response.{status}", {"response": self._json, "timings": timings})]
         if chunk.n_evaluated is not None:
@@ -335,12 +312,12 @@ class _ResponseWriter(ReplyWriter[ResponsesRequest]):
         if isinstance(call, CallDelta) and call.begins:
             end_events, index = self._close(), len(self._output)
             item = self._tools.item(ToolCall(call.name, "", call.id)) | {"status": "in_progress"}
-            self._begun = item
+            self._call_item = item
             return [*end_events, ("response.output_item.added", {"output_index": index, "item": item})]
         index = len(self._output)
         if isinstance(call, CallDelta):
-            fields = {"item_id": self._begun["id"], "output_index": index, "delta": call.arguments}
-            is_function = self._begun["type"] == "function_call"
+            fields = {"item_id": self._call_item["id"], "output_index": index, "delta": call.arguments}
+            is_function = self._call_item["type"] == "function_call"
             return [("response.function_call_arguments.delta", fields)] if is_function else []
         item = self._tools.item(call)
         self._output.append(item)

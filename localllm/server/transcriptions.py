@@ -74,10 +74,6 @@ def _transcript(reply: Reply) -> str:
 
 
 def _result(reply: Reply) -> dict[str, Any]:
-    return {"text": _transcript(reply), "usage": _usage(reply), **warnings_json(reply)}
-
-
-def _usage(reply: Reply) -> dict[str, Any]:
     n_prompt, n_reply = reply.usage.prompt_tokens, reply.usage.completion_tokens
     counts = {"input_tokens": n_prompt, "output_tokens": n_reply, "total_tokens": n_prompt + n_reply}
-    return {"type": "tokens", **counts}
+    return {"text": _transcript(reply), "usage": {"type": "tokens", **counts}, **warnings_json(reply)}

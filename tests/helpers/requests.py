@@ -11,7 +11,7 @@ import numpy as np
 from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner
-from localllm.sampling import Choice, Sampling, make_sampler
+from localllm.sampling import Choice, Sampler, Sampling
 from tests.helpers.fake_backend import N_VOCAB, FakeStep, fake_runner, greedy_after
 
 GREEDY = Sampling(temperature=0)
@@ -102,7 +102,7 @@ def writing(
     output: Results | None = None,
     **options: Any,
 ) -> Request:
-    sampler = make_sampler(sampling, n_vocab, prompt_ids=[id_ for id_ in prompt if id_ >= 0])
+    sampler = Sampler(sampling, n_vocab, prompt_ids=[id_ for id_ in prompt if id_ >= 0])
     return Request(list(prompt), output or Results(), sampler=sampler, max_tokens=max_tokens, **options)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import localllm
-from localllm.chat.template_source import TemplateSource
 from localllm.errors import LocalLLMError, path_text, quoted
 from localllm.gguf import GGUFFile
 from localllm.quant.types import GGMLType
@@ -126,7 +125,6 @@ BROKEN: dict[str, tuple[RawGGUF, Callable[[GGUFFile], object]]] = {
     "a tensor's place": (RawGGUF(tensors=[RawTensor(TENSOR, [32], bytes(256), offset=32)]), lambda file: file),
     "no architecture": (RawGGUF(keys=[]), lambda file: file.architecture),
     "a missing part": (RawGGUF(keys=[key("split.count", 2, b"\2\0")]), lambda file: file),
-    "a template of another name": (RawGGUF(), lambda file: TemplateSource.of_file(file, HOSTILE)),
     "closed": (RawGGUF(), lambda file: (file.close(), file.metadata)),
 }
 

@@ -71,10 +71,7 @@ class ArgumentTypes:
 
         ``additionalProperties`` counts only for names without another description.
         """
-        types = self._types(self._root, path, False)
-        if types is None:
-            types = self._types(self._root, path, True)
-        return types or frozenset()
+        return self._types(self._root, path, False) or self._types(self._root, path, True) or frozenset()
 
     def _types(self, schema: Any, path: Path, with_additional: bool, depth: int = 0) -> frozenset[str] | None:
         """Return the types at a path; None if the schema specifies none."""
@@ -143,9 +140,8 @@ def _parts(schema: Mapping[str, Any], name: str, with_additional: bool) -> list[
     """Schemas of a property, or of the items of a list."""
     properties, patterns = schema.get("properties"), schema.get("patternProperties")
     schemas = [properties[name]] if isinstance(properties, Mapping) and name in properties else []
-    for pattern, pattern_schema in patterns.items() if isinstance(patterns, Mapping) else ():
-        if _may_match(str(pattern), name):
-            schemas.append(pattern_schema)
+    if isinstance(patterns, Mapping):
+        schemas += [part for pattern, part in patterns.items() if _may_match(str(pattern), name)]
     if not schemas and isinstance(schema.get("items"), Mapping):
         schemas.append(schema["items"])
     if not schemas and with_additional:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from localllm.chat.calls.declaration import Arguments, CallFormat, PythonArguments
@@ -106,13 +107,19 @@ class CallGrammar:
 
 
 def call_grammar(
-    call_format: CallFormat, tools: Sequence[Mapping[str, Any]], *, must_call: bool = False, one_call: bool = False
+    call_format: CallFormat,
+    tools: Sequence[Mapping[str, Any]],
+    custom: Mapping[str, tuple[str, str] | None] = MappingProxyType({}),
+    *,
+    must_call: bool = False,
+    one_call: bool = False,
 ) -> CallGrammar:
     """Return the grammar of the calls of a reply.
 
     Args:
         call_format: the model's format.
         tools: the tools that may be called, as OpenAI's API describes them.
+        custom: as in `localllm.chat.tool_choice.ChosenTools`.
         must_call, one_call: as in `CallGrammar`.
 
     Raises:
@@ -129,8 +136,8 @@ def call_grammar(
                 )
     schemas = json.dumps(
         [
-            {"name": name, "parameters": f.get("parameters"), "input_grammar": f.get("input_grammar")}
-            for name, f in zip(names, functions, strict=True)
+            {"name": name, "parameters": function.get("parameters"), "input_grammar": custom.get(name)}
+            for name, function in zip(names, functions, strict=True)
         ]
     )
     return CallGrammar(call_format, schemas, _openings(call_format, names), must_call, one_call or must_call)

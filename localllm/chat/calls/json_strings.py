@@ -103,10 +103,6 @@ def rule_of(pattern: str, flags: str = "") -> str:
     return _sequence(parsed, re.RegexFlag(parsed.state.flags))
 
 
-def _escape(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
 def _sequence(items: Iterable[tuple[Any, Any]], flags: re.RegexFlag) -> str:
     return "( " + (" ".join(_written(items, flags)) or '""') + " )"
 
@@ -151,6 +147,6 @@ def _member(item: tuple[Any, Any]) -> str:
 def _class(source: str, flags: re.RegexFlag) -> str:
     """Return a terminal for one character of a class: itself, or its escape."""
     matches = re.compile(source, flags & re.IGNORECASE).fullmatch
-    escapes = [re.escape(_escape(char)) for char in _ESCAPED if matches(char)]
+    escapes = [re.escape(json.dumps(char)[1:-1]) for char in _ESCAPED if matches(char)]
     case = "(?i)" if flags & re.IGNORECASE else ""
     return "/" + case + "|".join([rf'[{source}&&[^\x00-\x1f"\\]]', *escapes]).replace("/", r"\/") + "/"

@@ -301,12 +301,8 @@ class JSONReader:
         return out
 
     def _comma(self) -> str:
-        if (
-            self._separator
-            or not self._open
-            or (self._expects == "key")
-            or (self._expects == "value" and self._bracket == "]")
-        ):
+        is_first_item = self._expects == "value" and self._bracket == "]"
+        if self._separator or not self._open or self._expects == "key" or is_first_item:
             self.n_repairs += 1  # it follows no item
             return ""
         out = self._missing_value()

@@ -37,17 +37,14 @@ def _literal(text: str) -> str:
     )
 
 
-def _any_of(tags: Collection[str]) -> str:
-    return "|".join(re.escape(tag) for tag in sorted(tags, key=len, reverse=True))
-
-
 def _xml_tag(tag: str, group: str) -> str:
     """Pattern of a tag with a name, up to its attributes: ``<tag=name`` or ``<tag name="name"``."""
     return rf"""{re.escape(tag)}(?:\s+name)?\s*=\s*["']?(?P<{group}>(?:[^<>"'\n/]|/(?!>)){{1,256}}+)["']?"""
 
 
 #: Tags that may follow the arguments of a call, as a pattern. A code block may also precede them.
-FOLLOWING = _any_of({tag for tag in (*ENDS, *TAGS, *TAGS.values()) if not tag.startswith("`")})
+_FOLLOWING = {tag for tag in (*ENDS, *TAGS, *TAGS.values()) if not tag.startswith("`")}
+FOLLOWING = "|".join(map(re.escape, sorted(_FOLLOWING, key=len, reverse=True)))
 
 
 def _head(format_: CallFormat, end: str) -> str:

@@ -28,7 +28,7 @@ class _JSONWords(ast.NodeTransformer):
 def read_python(source: CallSource, call: Call) -> Reading:
     """Read the arguments of a Python call. Each argument is emitted once it is complete."""
     source.take(1)
-    arguments, pieces = _Arguments(call), list[str]()
+    names, pieces = call.types.names, list[str]()
     quote, brackets = "", 0
     while True:
         pattern = _CHARACTERS[quote[0]] if quote else _CODE
@@ -55,7 +55,7 @@ def read_python(source: CallSource, call: Call) -> Reading:
             n = len(quote)
         elif mark == "," and not brackets:
             source.take(1)
-            arguments.add("".join(pieces))
+            _add_argument(call, names, "".join(pieces))
             pieces = []
             continue
         elif mark != ",":
@@ -63,30 +63,26 @@ def read_python(source: CallSource, call: Call) -> Reading:
         pieces.append(source.take(n))
     if not following and source.is_cut:
         return
-    arguments.add("".join(pieces))
+    _add_argument(call, names, "".join(pieces))
     call.close_object()
     if not following:
         call.problem = "its arguments are not closed"
 
 
-class _Arguments:
-    """Arguments of a call; those without a name get the names of the tool's schema, in order."""
-
-    def __init__(self, call: Call) -> None:
-        self._call, self._names = call, call.types.names
-
-    def add(self, text: str) -> None:
-        if not text.strip():
-            return
-        keyword = _KEYWORD.match(text)
-        if keyword is None and (not self._names or text.lstrip().startswith("*")):
-            self._call.problem = "its arguments have no names"
-            return
-        name = self._names[0] if keyword is None else keyword[1]
-        self._names = [argument for argument in self._names if argument != name]
-        value = text[0 if keyword is None else keyword.end() :].strip()
-        literal = _literal(value)
-        self._call.add_value(name, self._call.value_json(value, name) if literal is None else literal)
+def _add_argument(call: Call, names: list[str], text: str) -> None:
+    """Add an argument, and remove its name from ``names``. An argument without a keyword has the first name."""
+    if not text.strip():
+        return
+    keyword = _KEYWORD.match(text)
+    if keyword is None and (not names or text.lstrip().startswith("*")):
+        call.problem = "its arguments have no names"
+        return
+    name = names[0] if keyword is None else keyword[1]
+    if name in names:
+        names.remove(name)
+    value = text[0 if keyword is None else keyword.end() :].strip()
+    literal = _literal(value)
+    call.add_value(name, call.value_json(value, name) if literal is None else literal)
 
 
 def _literal(code: str) -> str | None:

@@ -8,20 +8,10 @@ from collections.abc import Callable, Generator
 from functools import cache
 from typing import Any, Literal
 
+from localllm.chat.calls import patterns
 from localllm.chat.calls.declaration import NestedArguments
 from localllm.chat.calls.formats import ENDS, FORMATS, NAMED_TAG, TAGS, TAGS_IN_CALLS
 from localllm.chat.calls.json_text import JSONReader, is_word, repaired
-from localllm.chat.calls.patterns import (
-    BARE_HEAD,
-    HEADS,
-    HEADS_AT_END,
-    NAME_ALONE,
-    NAMED_HEAD,
-    OBJECT_HEAD,
-    OFFERED_ALONE,
-    PARTIAL_BARE,
-    tool_name,
-)
 from localllm.chat.calls.python_call import read_python
 from localllm.chat.calls.source import TOO_DEEP, Call, CallDelta, CallSource, MalformedError, Reading
 from localllm.chat.calls.tagged import read_nested, read_tagged
@@ -123,7 +113,7 @@ class CallReader:
                 return at - source.at
             following = text[at : at + _LONGEST_HEAD]
             if not closing and at < len(text):
-                head = BARE_HEAD.match(text, at)
+                head = patterns.BARE_HEAD.match(text, at)
                 if head is not None and (not has_call or head["name"] in self.parameters):
                     return head
                 is_partial = self.may_be_bare(following) or any(tag.startswith(following) for tag in (_MARK, *ENDS))
@@ -131,7 +121,7 @@ class CallReader:
                     continue
                 source.at = at
                 return None
-            heads = HEADS_AT_END if source.is_whole and not source.is_cut else HEADS
+            heads = patterns.HEADS_AT_END if source.is_whole and not source.is_cut else patterns.HEADS
             head = next(filter(None, (head.match(text, at) for head in heads)), None) or self._name_alone(at)
             if head is not None:
                 return head
@@ -151,18 +141,21 @@ class CallReader:
     def may_be_bare(self, text: str) -> bool:
         """Whether text may be the start of a call of an offered tool without tags."""
         name = text.removeprefix("[").strip()
-        return bool(PARTIAL_BARE.fullmatch(text)) and any(tool.startswith(name) for tool in self.parameters)
+        return bool(patterns.PARTIAL_BARE.fullmatch(text)) and any(tool.startswith(name) for tool in self.parameters)
 
     def _name_alone(self, at: int) -> re.Match[str] | None:
         """A call that is only a name, before a tag or the end of the reply."""
         source = self._source
-        if (alone := NAME_ALONE.match(source.text, at)) is not None:
+        if (alone := patterns.NAME_ALONE.match(source.text, at)) is not None:
             return alone
-        alone = OFFERED_ALONE.match(source.text, at) if source.is_whole and not source.is_cut else None
-        return alone if alone is not None and tool_name(alone["name"], self.parameters) in self.parameters else None
+        alone = patterns.OFFERED_ALONE.match(source.text, at) if source.is_whole and not source.is_cut else None
+        return alone if alone is not None and self.is_offered(alone["name"]) else None
+
+    def is_offered(self, written_name: str) -> bool:
+        return patterns.tool_name(written_name, self.parameters) in self.parameters
 
     def _begin(self, written_name: str) -> Call:
-        name = tool_name(written_name, self.parameters)
+        name = patterns.tool_name(written_name, self.parameters)
         if name not in self.parameters:
             self.warnings.append(f"there is no tool {name!r:.80}, but the model calls it")
         self._call = call = Call(self.n_calls, name, self.parameters.get(name), self._emit)
@@ -203,7 +196,7 @@ class CallReader:
         source, reader = self._source, JSONReader()
         n_undecided, out = len(self._undecided), list[str]()
         self._undecided.append(source.take(offset))
-        pattern = NAMED_HEAD if opening == NAMED_TAG else OBJECT_HEAD
+        pattern = patterns.NAMED_HEAD if opening == NAMED_TAG else patterns.OBJECT_HEAD
         try:
             state, reader = yield from self._read_json(reader, out.append, closing, pause=2, is_undecided=True)
             if state == "paused":
@@ -233,7 +226,7 @@ class CallReader:
         arguments = next((value[key] for key in _ARGUMENT_KEYS if key in value), None)
         if opening == NAMED_TAG and len(value) == 1 and not isinstance(name, str):
             ((name, arguments),) = value.items()
-        is_offered = isinstance(name, str) and tool_name(name, self.parameters) in self.parameters
+        is_offered = isinstance(name, str) and self.is_offered(name)
         if not isinstance(name, str) or (not opening and not is_offered and not isinstance(arguments, dict)):
             raise MalformedError("it has no name")
         call = self._begin(name)

@@ -87,21 +87,16 @@ class Call:
     """A call whose arguments are being read. Emits events; the arguments are valid JSON when it ends.
 
     Attributes:
+        name: Name of the tool.
         types: Types of its arguments.
         problem: Error in its arguments; empty for errors whose repair is certain.
     """
 
     def __init__(self, index: int, name: str, parameters: Any, emit: Callable[[CallDelta | ToolCall], None]) -> None:
-        self.types = ArgumentTypes(parameters)
-        self.problem = ""
+        self.name, self.types, self.problem = name, ArgumentTypes(parameters), ""
         self._delta = CallDelta(index, f"call_{uuid.uuid4().hex[:24]}", name)
         self._emit, self._arguments = emit, list[str]()
         emit(replace(self._delta, begins=True))
-
-    @property
-    def name(self) -> str:
-        """Name of the tool."""
-        return self._delta.name
 
     @property
     def is_empty(self) -> bool:
@@ -145,14 +140,10 @@ class Call:
         self.add("{}" if self.is_empty else "}")
 
     def end(self) -> None:
-        self._emit(ToolCall(self._delta.name, "".join(self._arguments), self._delta.id))
+        self._emit(ToolCall(self.name, "".join(self._arguments), self._delta.id))
 
 
 def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Schemas of the arguments by tool name, from tools as OpenAI's API describes them."""
     functions = [tool.get("function", tool) for tool in tools]
-    return {
-        str(function.get("name")): function.get("parameters")
-        for function in functions
-        if isinstance(function, Mapping)
-    }
+    return {str(f.get("name")): f.get("parameters") for f in functions if isinstance(f, Mapping)}

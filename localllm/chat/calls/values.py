@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, ClassVar
 
 import llguidance
 
+from localllm.chat.calls import declaration as forms
 from localllm.chat.calls.argument_types import ArgumentTypes
-from localllm.chat.calls.declaration import (
-    Arguments,
-    JSONArguments,
-    NestedArguments,
-    PythonArguments,
-    TaggedArguments,
-)
+from localllm.chat.calls.declaration import Arguments
 from localllm.chat.calls.json_strings import escaped_grammar, rule_of
 
 #: llguidance's options for schemas. JSON is on one line, because a model that may write white space between values
@@ -36,6 +31,8 @@ _NAME, _PYTHON_NAME = re.compile(r"[^\s<>\"'/]{1,256}"), re.compile(r"[A-Za-z_]\
 _ANY_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _ANY_TEXT = "/(.|\\n)*/"
 _JSON_WORDS = {True: "true", False: "false", None: "null"}
+#: Keywords about numbers.
+_NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
 class UnwritableError(ValueError):
@@ -59,10 +56,11 @@ def flexible(text: str, *, spaces: bool = False) -> str:
     return " ".join(terminals)
 
 
-def json_rule(schema: Schema) -> str:
-    """Return a rule for JSON that follows a schema."""
+def json_rule(schema: Schema, definitions: Mapping[str, Schema] | None = None) -> str:
+    """Return a rule for JSON that follows a schema. ``definitions``: added to the schema as ``$defs``."""
     schema = schema if isinstance(schema, dict) else {}
-    return "%json " + json.dumps({"x-guidance": JSON_OPTIONS, **schema})
+    more = {"$defs": definitions} if schema and definitions else {}
+    return "%json " + json.dumps({"x-guidance": JSON_OPTIONS, **schema, **more})
 
 
 class Rules:
@@ -131,16 +129,19 @@ def arguments_rule(form: Arguments, parameters: Any, schema: Schema, rules: Rule
         parameters: the schema in the request.
         schema: the same schema in the form of `localllm.sampling.json_schema`.
     """
-    if isinstance(form, JSONArguments) and form.quote == '"':
+    if isinstance(form, forms.JSONArguments) and form.quote == '"':
         return rules.add(json_rule(schema))
     definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
-    if isinstance(form, JSONArguments):
-        return _QuotedValues(rules, definitions, form.quote).arguments(schema)
-    if isinstance(form, PythonArguments):
-        return _PythonValues(rules, definitions).arguments(schema)
-    if isinstance(form, NestedArguments):
-        return _NestedValues(rules, definitions, form.mark).arguments(schema)
-    return _TaggedValues(rules, definitions, form, ArgumentTypes(parameters)).arguments(schema)
+    values: _Values
+    if isinstance(form, forms.JSONArguments):
+        values = _QuotedValues(rules, definitions, form.quote)
+    elif isinstance(form, forms.PythonArguments):
+        values = _PythonValues(rules, definitions)
+    elif isinstance(form, forms.NestedArguments):
+        values = _NestedValues(rules, definitions, form.mark)
+    else:
+        values = _TaggedValues(rules, definitions, form, ArgumentTypes(parameters))
+    return f"({' | '.join(map(values.arguments, values.variants(schema)))})"
 
 
 def input_rule(form: Arguments, syntax: str, definition: str, rules: Rules) -> str:
@@ -152,7 +153,7 @@ def input_rule(form: Arguments, syntax: str, definition: str, rules: Rules) -> s
     Raises:
         UnwritableError: the form has no JSON strings.
     """
-    if not isinstance(form, JSONArguments) or form.quote != '"':
+    if not isinstance(form, forms.JSONArguments) or form.quote != '"':
         raise UnwritableError("its input is not in a JSON string")
     if syntax == "regex":
         text = rules.add(rule_of(definition))
@@ -171,6 +172,13 @@ class _Values:
 
     words: ClassVar[Mapping[bool | None, str]] = _JSON_WORDS
     separator = '"," " "?'
+
+    # Methods of the subclasses.
+    arguments: Callable[[dict[str, Any]], str]  # for a schema without combinations
+    string: Callable[[dict[str, Any]], str]
+    constant_string: Callable[[str], str]
+    key: Callable[[str], str]  # with the separator before the value
+    any_key: Callable[[], str]
 
     def __init__(self, rules: Rules, definitions: Mapping[str, Schema]) -> None:
         self._rules, self._definitions = rules, definitions
@@ -240,7 +248,8 @@ class _Values:
             return f"{literal(self.words[True])} | {literal(self.words[False])}"
         if name == "null":
             return literal(self.words[None])
-        return self._rules.add(json_rule({**_numeric(schema), "type": name}))
+        limits = {key: schema[key] for key in _NUMERIC if key in schema}
+        return self._rules.add(json_rule({**limits, "type": name}))
 
     def any_value(self) -> str:
         if "" not in self._references:
@@ -260,12 +269,13 @@ class _Values:
         return literal(self.words[value] if isinstance(value, bool | None) else json.dumps(value))
 
     def object(self, schema: dict[str, Any]) -> str:
-        return f'"{{" {self._members(schema)} "}}"'
-
-    def _members(self, schema: dict[str, Any]) -> str:
         pairs = [(f"{self.key(name)} {self.value(item)}", needed) for name, item, needed in properties(schema)]
-        extra = f"{self.any_key()} {self.value(extra_schema(schema))}" if has_extra(schema) else ""
-        return self._rules.listed(pairs, self.separator, extra)
+        value = self.extra_value(schema)
+        return f'"{{" {self._rules.listed(pairs, self.separator, value and f"{self.any_key()} {value}")} "}}"'
+
+    def extra_value(self, schema: dict[str, Any]) -> str:
+        """Return a rule for the value of a property that the schema does not name; empty for none."""
+        return self.value(schema.get("additionalProperties", True)) if has_extra(schema) else ""
 
     def array(self, schema: dict[str, Any]) -> str:
         item = "" if schema.get("items") is False else self._rules.add(self.value(schema.get("items", True)))
@@ -279,38 +289,20 @@ class _Values:
         items_rule = f"{item} ({self.separator} {item}){{{limits}}}"
         return f'"[" {items_rule} "]"' if least else f'"[" ({items_rule})? "]"'
 
-    def arguments(self, schema: Schema) -> str:
-        raise NotImplementedError
-
-    def string(self, schema: dict[str, Any]) -> str:
-        raise NotImplementedError
-
-    def constant_string(self, value: str) -> str:
-        raise NotImplementedError
-
-    def key(self, name: str) -> str:
-        """Return the key of an object's member, with the separator before the value."""
-        raise NotImplementedError
-
-    def any_key(self) -> str:
-        raise NotImplementedError
-
 
 class _PythonValues(_Values):
     """Python's literals, and keyword arguments."""
 
     words: ClassVar[Mapping[bool | None, str]] = {True: "True", False: "False", None: "None"}
 
-    def arguments(self, schema: Schema) -> str:
-        return "(" + " | ".join(f'"(" {self._keywords(variant)} ")"' for variant in self.variants(schema)) + ")"
-
-    def _keywords(self, schema: dict[str, Any]) -> str:
+    def arguments(self, schema: dict[str, Any]) -> str:
         pairs = [
             (f"{literal(f'{name}=')} {self.value(item)}", is_required)
             for name, item, is_required in properties(schema, _PYTHON_NAME)
         ]
-        extra = f'{_ANY_NAME} "=" {self.value(extra_schema(schema))}' if has_extra(schema) else ""
-        return self._rules.listed(pairs, self.separator, extra)
+        value = self.extra_value(schema)
+        extra = value and f'{_ANY_NAME} "=" {value}'
+        return f'"(" {self._rules.listed(pairs, self.separator, extra)} ")"'
 
     def string(self, schema: dict[str, Any]) -> str:
         n = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
@@ -337,8 +329,8 @@ class _QuotedValues(_Values):
         super().__init__(rules, definitions)
         self._quote = quote
 
-    def arguments(self, schema: Schema) -> str:
-        return "(" + " | ".join(self.object(variant) for variant in self.variants(schema)) + ")"
+    def arguments(self, schema: dict[str, Any]) -> str:
+        return self.object(schema)
 
     def string(self, schema: dict[str, Any]) -> str:
         quote = literal(self._quote)
@@ -357,10 +349,11 @@ class _QuotedValues(_Values):
 class _TextValues(_Values):
     """Arguments between tags, whose strings have no quotation marks."""
 
-    def arguments(self, schema: Schema) -> str:
-        return "(" + " | ".join(self._tags(variant) for variant in self.variants(schema)) + ")"
+    # Methods of the subclasses: rules for the tags of an argument or of a nested value, with the value between them.
+    tag: Callable[[str, Schema], str]
+    any_tag: Callable[[], str]
 
-    def _tags(self, schema: dict[str, Any]) -> str:
+    def arguments(self, schema: dict[str, Any]) -> str:
         tags = [(self.tag(name, item), is_required) for name, item, is_required in properties(schema, _NAME)]
         return self._rules.listed(tags, "", self.any_tag() if has_extra(schema) else "")
 
@@ -383,19 +376,12 @@ class _TextValues(_Values):
             raise UnwritableError("no text follows its schema")
         return f"({' | '.join(texts)})"
 
-    def tag(self, name: str, schema: Schema) -> str:
-        """Return a rule for the tags of an argument or of a nested value, with the value between them."""
-        raise NotImplementedError
-
-    def any_tag(self) -> str:
-        raise NotImplementedError
-
 
 class _TaggedValues(_TextValues):
     """One pair of tags per argument, around a string or the JSON of another value."""
 
     def __init__(
-        self, rules: Rules, definitions: Mapping[str, Schema], form: TaggedArguments, types: ArgumentTypes
+        self, rules: Rules, definitions: Mapping[str, Schema], form: forms.TaggedArguments, types: ArgumentTypes
     ) -> None:
         super().__init__(rules, definitions)
         self._form, self._types = form, types
@@ -405,7 +391,7 @@ class _TaggedValues(_TextValues):
         types = self._types.of(name)
         if not types or "string" in types:
             return f"{self._begin(literal(name), True)} {self._text(schema, self._end)} {self._between}"
-        value = self._rules.add(json_rule(self._with_definitions(schema)))
+        value = self._rules.add(json_rule(schema, self._definitions))
         if types == {"boolean"}:
             value = f'({value} | "True" | "False")'
         end = self._rules.add(flexible(self._form.end), is_terminal=True)
@@ -419,9 +405,6 @@ class _TaggedValues(_TextValues):
         # A second line break would belong to the value.
         after_key = ' "\\n"? '.join(literal(piece) if piece else "" for piece in after.split("\n"))
         return self._rules.add(f"{literal(before)} {key} {after_key}", is_terminal=True)
-
-    def _with_definitions(self, schema: Schema) -> Schema:
-        return {**schema, "$defs": self._definitions} if isinstance(schema, dict) and self._definitions else schema
 
 
 class _NestedValues(_TextValues):
@@ -446,7 +429,7 @@ class _NestedValues(_TextValues):
         return ""
 
     def object(self, schema: dict[str, Any]) -> str:
-        return self._tags(schema)
+        return self.arguments(schema)
 
     def array(self, schema: dict[str, Any]) -> str:
         item = self.tag("item", schema.get("items", True))
@@ -481,10 +464,6 @@ def has_extra(schema: Mapping[str, Any]) -> bool:
     return schema.get("additionalProperties", not schema.get("properties")) is not False
 
 
-def extra_schema(schema: Mapping[str, Any]) -> Schema:
-    return schema.get("additionalProperties", True)
-
-
 def text_pattern(schema: Mapping[str, Any]) -> str:
     """Return a terminal for a string that is written without quotation marks."""
     pattern = schema.get("pattern", "")
@@ -502,12 +481,6 @@ def text_pattern(schema: Mapping[str, Any]) -> str:
     middle = f"(.|\\n){{{max(0, low - 2)},{'' if high is None else high - 2}}}"
     last = f"({middle}[^\\n]){'?' if low < 2 else ''}"
     return f"/([^\\n]{last}){'?' if not low else ''}/"
-
-
-def _numeric(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a schema about numbers."""
-    keys = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-    return {key: schema[key] for key in keys if key in schema}
 
 
 def _merged(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

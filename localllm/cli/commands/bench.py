@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from localllm.bench.model_speed import Measurement
     from localllm.bench.profile import DeviceCeilings
     from localllm.bench.workload import Test
-    from localllm.engine.drafting import Drafts
     from localllm.llm import LLM
     from localllm.loading.model_info import ModelInfo
 
@@ -76,7 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps(report, ensure_ascii=False, allow_nan=False), flush=True)
         elif form == "table":
             lines = [f"{m.test.name}: {m.experts}" for m in measured if m.experts]
-            lines += [f"{m.test.name}: {_draft_summary(m.drafts)}" for m in measured if m.drafts]
+            lines += [
+                f"{m.test.name}: drafted {d.drafted:,} tokens, {d.accepted:,} accepted ({d.share:.0%})"
+                for m in measured
+                if (d := m.drafts)
+            ]
             print(*[""] * bool(lines), *lines, sep="\n", end="\n" * bool(lines), flush=True)
             for gpu_profile in (p for measurement in measured for p in measurement.profiles):
                 print("", *gpu_profile.lines(), sep="\n", flush=True)
@@ -113,10 +116,6 @@ def _show(form: str, info: ModelInfo, measurement: Measurement, *, is_first: boo
             return
         csv.writer(sys.stdout, lineterminator="\n").writerows([values, values.values()][not is_first :])
         sys.stdout.flush()
-
-
-def _draft_summary(drafts: Drafts) -> str:
-    return f"drafted {drafts.drafted:,} tokens, {drafts.accepted:,} accepted ({drafts.share:.0%})"
 
 
 def _model_fields(info: ModelInfo) -> dict[str, Any]:

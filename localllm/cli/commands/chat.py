@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from localllm.cli import shared_flags as flags
 from localllm.cli.parser import Command, Positionals, flag
-from localllm.cli.shared_flags import (
-    ENDING,
-    LORA,
-    LOUDNESS,
-    MEDIA,
-    MODEL_OR_WORD,
-    PRESETS,
-    RUNNING,
-    SAMPLING,
-    SPECULATION,
-    STEERING,
-    SYSTEM,
-    options,
-)
 from localllm.options.declared import LoadOptions
 
 
@@ -33,12 +20,12 @@ COMMAND = Command(
     "chat with a model",
     [
         "model",
-        *MODEL_OR_WORD,
-        PRESETS,
-        *RUNNING,
-        *MEDIA,
-        LORA,
-        *STEERING,
+        *flags.MODEL_OR_WORD,
+        flags.PRESETS,
+        *flags.RUNNING,
+        *flags.MEDIA,
+        flags.LORA,
+        *flags.STEERING,
         "conversation",
         flag("--plain", "chat line by line instead of in the full-screen app"),
         [
@@ -46,12 +33,12 @@ COMMAND = Command(
             flag("--session ID", "continue this chat; the start of its id is enough"),
             flag("--list", "list chats and their ids", dest="list_chats"),
         ],
-        SYSTEM,
+        flags.SYSTEM,
         [
-            *options(LoadOptions, "prompt_cache"),
+            *flags.options(LoadOptions, "prompt_cache"),
             flag("--no-prompt-cache", "do not store evaluated chats; they then continue more slowly after a restart"),
         ],
-        *options(LoadOptions, "prompt_cache_size"),
+        *flags.options(LoadOptions, "prompt_cache_size"),
         flag("--prefix TEXT", "start every reply with TEXT"),
         flag(
             "--when-full ask|drop|summarise|stop",
@@ -59,11 +46,11 @@ COMMAND = Command(
             default="ask",
         ),
         "where replies end",
-        *ENDING,
-        *SAMPLING,
-        *SPECULATION,
+        *flags.ENDING,
+        *flags.SAMPLING,
+        *flags.SPECULATION,
         "output",
-        LOUDNESS,
+        flags.LOUDNESS,
     ],
     run,
     """\

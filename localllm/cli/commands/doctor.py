@@ -13,7 +13,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,18 +21,8 @@ from localllm.cli.parser import Command, flag
 from localllm.cli.shared_flags import JSON
 from localllm.console import LoadStatus, quantity, visible_line, warn
 from localllm.errors import DeviceError, LocalLLMError
+from localllm.kernels.cpu import host
 from localllm.kernels.cpu.control_groups import cpu_quota
-from localllm.kernels.cpu.host import (
-    MIN_ADDRESS_SPACE,
-    address_space_limit,
-    available_memory,
-    cpu_model,
-    default_threads,
-    features,
-    memory_advice,
-    program_output,
-    usable_cpus,
-)
 from localllm.kernels.cuda.installation import driver_cuda
 from localllm.loading.progress import of_stage
 from localllm.options.declared import in_flags
@@ -68,11 +58,11 @@ UNUSED_FEATURES = ("avxvnniint8", "avx512bf16", "amx-int8", "amx-bf16", "fullfp1
 
 @dataclass(frozen=True)
 class Finding:
-    group: str  # "software", "processor", …
     name: str  # subject of the check
     value: str  # result, as text
     advice: str | None = None  # how to fix the problem; None if there is no problem
     broken: bool = False  # localllm cannot run models before this is fixed
+    group: str = ""  # "software", "processor", …
 
 
 #: Findings that are shown without -v, in addition to findings with advice.
@@ -90,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         results = list(findings(progress))
     broken = any(finding.broken for finding in results)
     if arguments.json:
-        print(json.dumps({"ok": not broken, "findings": [asdict(f) for f in results]}, ensure_ascii=False))
+        rows = [{"group": finding.group, **asdict(finding)} for finding in results]
+        print(json.dumps({"ok": not broken, "findings": rows}, ensure_ascii=False))
     else:
         for line in report(results, brief=not arguments.verbose):
             print(visible_line(line))
@@ -133,10 +124,10 @@ def findings(progress: LoadStatus | None = None) -> Iterator[Finding]:
     )
     for group, check in checks:
         try:
-            yield from check()
+            yield from (replace(finding, group=group) for finding in check())
         except Exception as error:
-            advice = memory_advice() if _has_small_address_space() else "install localllm again"
-            yield Finding(group, "check", f"failed: {_error_text(error)}", advice, broken=True)
+            advice = host.memory_advice() if _has_small_address_space() else "install localllm again"
+            yield Finding("check", f"failed: {_error_text(error)}", advice, broken=True, group=group)
 
 
 def _error_text(error: Exception) -> str:
@@ -153,12 +144,12 @@ def _pip(packages: str) -> str:
 def _software() -> Iterator[Finding]:
     from importlib import resources  # imported here: `localllm --help` reads every command
 
-    yield Finding("software", "localllm", f"{__version__}, in {Path(__file__).parents[1]}")
+    yield Finding("localllm", f"{__version__}, in {Path(__file__).parents[1]}")
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    yield Finding("software", "Python", f"{platform.python_version()} ({platform.python_implementation()}), {system}")
+    yield Finding("Python", f"{platform.python_version()} ({platform.python_implementation()}), {system}")
     exists = (resources.files("localllm") / "data" / "demo.gguf").is_file()
     advice = None if exists else "name a GGUF file with -m, or install localllm again"
-    yield Finding("software", "demo model", "installed" if exists else "missing", advice)
+    yield Finding("demo model", "installed" if exists else "missing", advice)
 
 
 def _packages() -> Iterator[Finding]:
@@ -170,16 +161,16 @@ def _packages() -> Iterator[Finding]:
             state = "missing" if version is None else f"{version}, which cannot be imported ({_error_text(error)})"
             advice = _pip(distribution if version is None else f"--force-reinstall {distribution}")
             if _has_small_address_space():
-                advice = memory_advice()
-            yield Finding("packages", distribution, state, advice, broken=True)
+                advice = host.memory_advice()
+            yield Finding(distribution, state, advice, broken=True)
         else:
-            yield Finding("packages", distribution, version or "installed, version unknown")
+            yield Finding(distribution, version or "installed, version unknown")
 
 
 def _has_small_address_space() -> bool:
     """Return whether the address space is limited too much to load libraries."""
-    limit = address_space_limit()
-    return limit is not None and limit < MIN_ADDRESS_SPACE
+    limit = host.address_space_limit()
+    return limit is not None and limit < host.MIN_ADDRESS_SPACE
 
 
 def _version(distribution: str) -> str | None:
@@ -197,14 +188,12 @@ def _version(distribution: str) -> str | None:
 def _processor() -> Iterator[Finding]:
     from localllm.kernels.cpu.target import available
 
-    yield Finding("processor", "processor", cpu_model())
-    yield Finding("processor", "cores", _cores())
-    available_features = features()
+    yield Finding("processor", host.cpu_model())
+    yield Finding("cores", _cores())
+    available_features = host.features()
     used, unused = (", ".join(n for n in names if n in available_features) for names in (FEATURES, UNUSED_FEATURES))
-    yield Finding(
-        "processor", "features", (used or "none that the kernels use") + (unused and f"; not used: {unused}")
-    )
-    yield Finding("processor", "instruction sets", ", ".join(target.name for target in available()))
+    yield Finding("features", (used or "none that the kernels use") + (unused and f"; not used: {unused}"))
+    yield Finding("instruction sets", ", ".join(target.name for target in available()))
     yield _target_finding()
 
 
@@ -217,19 +206,19 @@ def _target_finding() -> Finding:
         name = choose().name
     except LocalLLMError as error:
         advice = f"unset the environment variable {ISA_VARIABLE}"
-        return Finding("processor", "kernels for", f"none: {error}", advice, broken=True)
+        return Finding("kernels for", f"none: {error}", advice, broken=True)
     if forced and name != best:
         advice = f"unset the environment variable {ISA_VARIABLE}: kernels for {best} are faster"
-        return Finding("processor", "kernels for", f"{name}, forced by {ISA_VARIABLE}", advice)
+        return Finding("kernels for", f"{name}, forced by {ISA_VARIABLE}", advice)
     slow = "slow: localllm has no kernels for this processor's vector instructions" if name == "generic" else None
-    return Finding("processor", "kernels for", f"{name}, forced by {ISA_VARIABLE}" if forced else name, slow)
+    return Finding("kernels for", f"{name}, forced by {ISA_VARIABLE}" if forced else name, slow)
 
 
 def _cores() -> str:
     import psutil
 
     physical, logical = psutil.cpu_count(logical=False) or "unknown", psutil.cpu_count() or "unknown"
-    return f"{physical} physical, {logical} logical, {usable_cpus()} usable by this process"
+    return f"{physical} physical, {logical} logical, {host.usable_cpus()} usable by this process"
 
 
 # -- Kernels -------------------------------------------------------------------------------------------------------
@@ -243,11 +232,11 @@ def _kernels(progress: LoadStatus | None) -> Iterator[Finding]:
     advice = f"free disk space, allow writing, or name another folder in the environment variable {CACHE_VARIABLE}"
     location = "a folder in the home folder, which does not exist" if folder is None else str(folder)
     state = f", which cannot be written ({fault}): every process compiles the kernels again" if fault else ""
-    yield Finding("kernels", "cache", f"{location}{state}", advice if fault else None)
+    yield Finding("cache", f"{location}{state}", advice if fault else None)
     try:
         target = choose()
     except LocalLLMError:  # reported by the processor's checks
-        yield Finding("kernels", "kernel test", "not run: there is no instruction set to compile for")
+        yield Finding("kernel test", "not run: there is no instruction set to compile for")
         return
     compiling = None if progress is None else of_stage(progress, "kernels")
     test = _kernel_test(target, compiling)
@@ -263,14 +252,14 @@ def _threads(target: Target, compiling: Callable[[int, int], None] | None) -> It
     choice = choose_threads(target, compiling)
     quota = cpu_quota()
     granted = "" if quota is None else f" (a control group limits this process to {quota:g} processors)"
-    yield Finding("kernels", "default threads", f"{choice.decode} to decode, {choice.cores} for prompts{granted}")
+    yield Finding("default threads", f"{choice.decode} to decode, {choice.cores} for prompts{granted}")
     if choice.curve:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(choice.measured))
         curve = ", ".join(f"{n}: {quantity(rate, 'B/s')}" for n, rate in choice.curve)
         advice = None
         if choice.is_disturbed:
             advice = f"other programs kept {choice.other_cpus:.1f} processors busy: close them and run this again"
-        yield Finding("kernels", "decoded by threads", f"{curve} (measured {when})", advice)
+        yield Finding("decoded by threads", f"{curve} (measured {when})", advice)
 
 
 def _kernel_test(target: Target, compiling: Callable[[int, int], None] | None) -> Finding:
@@ -280,25 +269,20 @@ def _kernel_test(target: Target, compiling: Callable[[int, int], None] | None) -
     from localllm.kernels.cpu.program import Workers
     from localllm.kernels.cpu.roofline import UNIT, ReadTest, frames_work
 
-    workers = Workers(default_threads())
+    workers = Workers(host.default_threads())
     try:
         test = ReadTest(workers, target, 64 * UNIT, compiling)
         test.bandwidth()
         is_right = frames_work(workers, target, compiling)
     except Exception as error:  # LLVM and the processor can fail in any way
         advice = "report this error; --device reference works without kernels but is slow; or install localllm again"
-        return Finding("kernels", "kernel test", f"failed: {_error_text(error)}", advice, broken=True)
+        return Finding("kernel test", f"failed: {_error_text(error)}", advice, broken=True)
     finally:
         workers.close()
     if not is_right or test.total() != int(test.data.sum(dtype=np.uint64)) % (1 << 32):
-        return Finding(
-            "kernels",
-            "kernel test",
-            "a kernel computed a wrong result",
-            "report this error: do not trust results",
-            True,
-        )
-    return Finding("kernels", "kernel test", f"passed, on {workers.n} thread{'s' * (workers.n != 1)}")
+        advice = "report this error: do not trust results"
+        return Finding("kernel test", "a kernel computed a wrong result", advice, broken=True)
+    return Finding("kernel test", f"passed, on {workers.n} thread{'s' * (workers.n != 1)}")
 
 
 # -- Memory and GPUs -----------------------------------------------------------------------------------------------
@@ -309,21 +293,22 @@ def _memory() -> Iterator[Finding]:
 
     from localllm.loading.placement import OVERHEAD_BYTES
 
-    total, available = psutil.virtual_memory().total, available_memory()
-    advice = f"{memory_advice()}: hardly any model fits in this memory" if available < 2 * OVERHEAD_BYTES else None
-    yield Finding("memory", "memory", f"{quantity(total, 'B')}, {quantity(available, 'B')} available", advice)
+    total, available = psutil.virtual_memory().total, host.available_memory()
+    has_room = available >= 2 * OVERHEAD_BYTES
+    advice = None if has_room else f"{host.memory_advice()}: hardly any model fits in this memory"
+    yield Finding("memory", f"{quantity(total, 'B')}, {quantity(available, 'B')} available", advice)
 
 
 def _gpus() -> Iterator[Finding]:
     names = nvidia_gpus()
     if not names and not has_nvidia_driver():
-        yield Finding("GPUs", "NVIDIA GPU", "none found")
+        yield Finding("NVIDIA GPU", "none found")
         return
     advice = _gpu_advice()
     for name in names:
-        yield Finding("GPUs", "NVIDIA GPU", name, advice)
+        yield Finding("NVIDIA GPU", name, advice)
     if not names:
-        yield Finding("GPUs", "NVIDIA driver", "installed, but nvidia-smi lists no GPU", advice)
+        yield Finding("NVIDIA driver", "installed, but nvidia-smi lists no GPU", advice)
 
 
 def _gpu_advice() -> str | None:
@@ -351,7 +336,7 @@ def check_gpus() -> None:
 def nvidia_gpus() -> list[str]:
     """Return the name, driver and memory of each GPU that ``nvidia-smi`` lists."""
     query = "--query-gpu=name,driver_version,memory.total"
-    lines = program_output("nvidia-smi", query, "--format=csv,noheader").splitlines()
+    lines = host.program_output("nvidia-smi", query, "--format=csv,noheader").splitlines()
     return [line.strip() for line in lines if line.count(",") == 2]
 
 
@@ -364,7 +349,7 @@ def _list_devices() -> int:
     from localllm.kernels.cuda.cupy_driver import open_driver
 
     memory = next(_memory())
-    print(f"cpu     {cpu_model()}, {_cores()}; {memory.value}")
+    print(f"cpu     {host.cpu_model()}, {_cores()}; {memory.value}")
     if has_nvidia_driver():
         try:
             driver = open_driver()

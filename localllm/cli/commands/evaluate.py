@@ -267,11 +267,7 @@ COMMAND = Command(
             Path,
         ),
         flag("--kl-divergence", "compare with the logits and the text in the file of --kl-divergence-base"),
-        flag(
-            "--base-logits FILE",
-            "compare with the logits and the text in a file that --save-logits wrote",
-            Path,
-        ),
+        flag("--base-logits FILE", "compare with the logits and the text in a file that --save-logits wrote", Path),
         flag("--compare FILE", "compare these models with the model FILE", model_file, nargs="+"),
         flag("--svg FILE", "also draw the plot of --compare as an SVG file", Path),
         flag("--choices FILE", "a JSONL file of multiple-choice questions", Path),

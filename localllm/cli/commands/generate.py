@@ -10,38 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from localllm import console
+from localllm.cli import shared_flags as flags
 from localllm.cli.argument_types import whole
 from localllm.cli.defaults import apply_settings, load_options, template_variables, without_line_end
 from localllm.cli.machine_warnings import too_many_threads
 from localllm.cli.parser import LEFT_OUT, Command, flag, several
-from localllm.cli.shared_flags import (
-    ENDING,
-    HUB,
-    LORA,
-    LOUDNESS,
-    MEDIA,
-    MODEL,
-    PRESETS,
-    RUNNING,
-    SAMPLING,
-    SPECULATION,
-    STEERING,
-    SYSTEM,
-    options,
-)
-from localllm.console import (
-    LoadStatus,
-    StatusLine,
-    detail,
-    is_terminal,
-    model_line,
-    placement_lines,
-    quantity,
-    say,
-    visible,
-    visible_line,
-    warn,
-)
 from localllm.errors import UsageError
 from localllm.files import read_text
 from localllm.options.declared import CheckedOptions, Sampling, declared
@@ -72,13 +46,13 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.chat and not prompt:
         raise UsageError("--chat needs a prompt, the message to answer: give it with -p")
     if not arguments.quiet and arguments.threads and (complaint := too_many_threads(arguments.threads)):
-        warn(complaint)
-    with LoadStatus(enabled=not arguments.quiet) as progress:
+        console.warn(complaint)
+    with console.LoadStatus(enabled=not arguments.quiet) as progress:
         llm = load_model(arguments, arguments.model, progress, plan_reporter(progress, arguments.quiet))
     with llm:
         if not arguments.quiet:
             describe(llm.info, verbose=arguments.verbose)
-        status = StatusLine(enabled=not arguments.quiet)
+        status = console.StatusLine(enabled=not arguments.quiet)
         options["progress"] = lambda n, total: status.show(f"reading the prompt: {n:,} of {total:,} tokens")
         with _start(llm, prompt, arguments, options, settings) as stream:
             if arguments.json:
@@ -177,7 +151,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
         return without_line_end(read_text(arguments.file, "the prompt file"))
     if arguments.prompt not in (None, "-"):
         return _unescaped(arguments.prompt, "-p") if arguments.escape else _valid(arguments.prompt, "-p")
-    if sys.stdin is None or sys.stdin.closed or (arguments.prompt is None and is_terminal(sys.stdin)):
+    if sys.stdin is None or sys.stdin.closed or (arguments.prompt is None and console.is_terminal(sys.stdin)):
         return ""
     if arguments.prompt is None and not arguments.quiet:
         _mention_waiting()
@@ -193,7 +167,7 @@ def _mention_waiting() -> None:
     except (OSError, ValueError):  # an object without a file
         return
     if not ready:
-        say("localllm: reading the prompt from standard input; use -p to write it on the command line")
+        console.say("localllm: reading the prompt from standard input; use -p to write it on the command line")
 
 
 def _valid(text: str, flag: str) -> str:
@@ -218,7 +192,7 @@ def _start(
 ) -> Stream:
     as_chat = arguments.chat if arguments.chat is not None else bool(prompt) and llm.has_chat_template
     if arguments.chat is None and prompt and not as_chat and not arguments.quiet:
-        say(
+        console.say(
             "localllm: this model has no chat template, so it continues the prompt.  For answers, use an instruct "
             "version of the model, or add --chat-template; --no-chat hides this message"
         )
@@ -247,9 +221,9 @@ def _start(
 # -- Output --------------------------------------------------------------------------------------------------------
 
 
-def _print_text(stream: Stream, status: StatusLine, *, quiet: bool) -> None:
+def _print_text(stream: Stream, status: console.StatusLine, *, quiet: bool) -> None:
     """Print the text as it arrives, with visible control characters if standard output is a terminal."""
-    show: Callable[[str], str] = visible if is_terminal(sys.stdout) else str
+    show: Callable[[str], str] = console.visible if console.is_terminal(sys.stdout) else str
     last = ""
     for chunk in stream:
         status.clear()
@@ -257,10 +231,10 @@ def _print_text(stream: Stream, status: StatusLine, *, quiet: bool) -> None:
             last = chunk.text
             print(show(chunk.text), end="", flush=True)
     if not last.endswith("\n"):
-        if is_terminal(sys.stdout):
+        if console.is_terminal(sys.stdout):
             print(flush=True)
         elif not quiet and last:  # if stderr is shown in the same place, the next message starts on a new line
-            say("")
+            console.say("")
 
 
 def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
@@ -274,23 +248,23 @@ def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
     return {"model": str(info.path), **of_model, **values}
 
 
-def plan_reporter(progress: LoadStatus, quiet: bool) -> LoadPlan:
+def plan_reporter(progress: console.LoadStatus, quiet: bool) -> LoadPlan:
     """Return a callback that prints the plan of a model with layers on GPUs before the model is loaded."""
 
     def show(plan: Plan) -> None:
         if quiet or not plan.has_gpus:
             return
         progress.close()
-        say(f"plan with {plan.placement.context:,} tokens of context:")
+        console.say(f"plan with {plan.placement.context:,} tokens of context:")
         for title, placement in (("", plan.placement), ("draft model:", plan.draft)):
             if placement is not None:
                 for line in (
                     *filter(None, [title]),
-                    *(f"  {line}" for line in placement_lines(placement, plan.free)),
+                    *(f"  {line}" for line in console.placement_lines(placement, plan.free)),
                 ):
-                    say(line)
+                    console.say(line)
         if plan.encoder is not None:
-            _say_detail("encoder", visible_line(str(plan.encoder)))
+            _say_detail("encoder", console.visible_line(str(plan.encoder)))
         _say_total(plan.placement, plan.draft)
 
     return show
@@ -299,7 +273,7 @@ def plan_reporter(progress: LoadStatus, quiet: bool) -> LoadPlan:
 def describe(info: ModelInfo, *, verbose: bool) -> None:
     for title, model in (("", info), ("draft model ", info.draft)):
         if model is not None:
-            say(title + model_line(model))
+            console.say(title + console.model_line(model))
             if verbose:
                 _describe_model(model)
     if verbose:
@@ -309,41 +283,41 @@ def describe(info: ModelInfo, *, verbose: bool) -> None:
 def _say_total(placement: Placement, draft: Placement | None) -> None:
     included = "Python and kernels" if draft is None else "draft model, Python and kernels"
     total = placement.total + (0 if draft is None else draft.total)
-    _say_detail("total", f"{quantity(total, 'B')}, {included} included")
+    _say_detail("total", f"{console.quantity(total, 'B')}, {included} included")
 
 
 def _describe_model(info: ModelInfo) -> None:
     """Print a model's file, formats, placement and encoder."""
-    _say_detail("file", visible_line(str(info.path)))
+    _say_detail("file", console.visible_line(str(info.path)))
     if formats := info.formats:
         _say_detail("formats", formats_line(formats))
-    for line in placement_lines(info.placement):
-        say(f"  {line}")
+    for line in console.placement_lines(info.placement):
+        console.say(f"  {line}")
     if info.encoder is not None:
-        _say_detail("encoder", visible_line(str(info.encoder)))
+        _say_detail("encoder", console.visible_line(str(info.encoder)))
 
 
 def _say_detail(name: str, text: str) -> None:
-    say(f"  {detail(name, text)}")
+    console.say(f"  {console.detail(name, text)}")
 
 
 def formats_line(formats: Iterable[Format]) -> str:
     """Return the formats of weights and their bytes in memory, as text."""
-    return ", ".join(f"{format} {quantity(format.n_bytes, 'B')}" for format in formats)
+    return ", ".join(f"{format} {console.quantity(format.n_bytes, 'B')}" for format in formats)
 
 
 def _report(stream: Stream, *, verbose: bool) -> None:
     usage, timings = stream.usage, stream.timings
-    say(
+    console.say(
         f"prompt {_tokens(usage.prompt_tokens)}, {timings.prefill_tokens_per_s:.1f} tok/s; "
         f"answer {_tokens(usage.completion_tokens)}{', cut off' * (stream.finish_reason == 'length')}, "
         f"{timings.decode_tokens_per_s:.1f} tok/s"
     )
     if (drafts := stream.drafts) is not None:
         if drafts.drafted:
-            say(f"drafted {_tokens(drafts.drafted)}, {drafts.accepted:,} accepted ({drafts.share:.0%})")
+            console.say(f"drafted {_tokens(drafts.drafted)}, {drafts.accepted:,} accepted ({drafts.share:.0%})")
         else:
-            say("drafted no tokens, because drafting was not expected to be faster")
+            console.say("drafted no tokens, because drafting was not expected to be faster")
     if verbose:
         _say_detail("ended by", f"{stream.finish_reason}")
         _say_detail("prefill", f"{timings.prefill_s:.3f} s, {_tokens(timings.prefill_tokens)}")
@@ -361,19 +335,19 @@ COMMAND = Command(
     "generate text",
     [
         "model",
-        MODEL,
-        HUB,
-        PRESETS,
-        *RUNNING,
-        *MEDIA,
-        LORA,
-        *STEERING,
+        flags.MODEL,
+        flags.HUB,
+        flags.PRESETS,
+        *flags.RUNNING,
+        *flags.MEDIA,
+        flags.LORA,
+        *flags.STEERING,
         "prompt",
         flag("-p --prompt TEXT", "the prompt; - reads standard input"),
         flag("-f --file FILE", "read the prompt from a file"),
         several("--image FILE", "image file to insert before the prompt", dest="images"),
         several("--audio FILE", "audio file to insert before the prompt (WAV, MP3, FLAC or OGG)", dest="audio"),
-        SYSTEM,
+        flags.SYSTEM,
         flag(
             "-cnv --chat --conversation",
             "answer the prompt as a user's message (default if the model has a chat template)",
@@ -387,11 +361,11 @@ COMMAND = Command(
             action="store_false",
         ),
         flag("-e --escape", r"interpret escapes such as \n and \xHH in -p, --system-prompt and --stop"),
-        *options(CheckedOptions, "overflow"),
+        *flags.options(CheckedOptions, "overflow"),
         "where the text ends",
-        *ENDING,
-        *SAMPLING,
-        *SPECULATION,
+        *flags.ENDING,
+        *flags.SAMPLING,
+        *flags.SPECULATION,
         "output",
         flag("--json", "print one JSON object at the end instead of the text"),
         flag(
@@ -400,7 +374,7 @@ COMMAND = Command(
             whole(0),
             default=LEFT_OUT,
         ),
-        LOUDNESS,
+        flags.LOUDNESS,
     ],
     run,
     """\

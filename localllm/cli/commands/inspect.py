@@ -14,18 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from localllm.cli import shared_flags as flags
 from localllm.cli.defaults import apply_settings, load_options
 from localllm.cli.parser import Command, Positionals, flag
-from localllm.cli.shared_flags import (
-    CACHE_TYPE,
-    CONTEXT,
-    DRAFT_MODEL,
-    JSON,
-    MEDIA,
-    MODEL_OR_WORD,
-    PLACEMENT,
-    THREADS,
-)
 from localllm.console import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
 from localllm.errors import LocalLLMError, UsageError
 from localllm.options.declared import in_flags
@@ -35,7 +26,7 @@ if TYPE_CHECKING:
     from localllm.loading.placement import Placement, Plan
 
 #: Flags that need ``--plan``.
-PLANNING = [*CONTEXT, *THREADS, *PLACEMENT, *CACHE_TYPE, *MEDIA, *DRAFT_MODEL]
+PLANNING = [*flags.CONTEXT, *flags.THREADS, *flags.PLACEMENT, *flags.CACHE_TYPE, *flags.MEDIA, *flags.DRAFT_MODEL]
 
 #: Attributes in JSON: of a group of tensors in a plan, and of a tensor of a file.
 _GROUP_FIELDS = ("name", "device", "kernels", "weights", "kv_cache", "scratch", "pool")
@@ -49,7 +40,9 @@ def run(arguments: argparse.Namespace) -> None:
     from localllm.catalog.demo import demo_path
     from localllm.gguf import GGUFFile
 
-    _check_flags(arguments)
+    for planning_flag in PLANNING:
+        if not arguments.plan and getattr(arguments, planning_flag.keywords["dest"]) is not None:
+            raise UsageError(f"{planning_flag.names[0]} needs --plan: add it")
     apply_settings(arguments)
     with GGUFFile.open(arguments.model or demo_path()) as file:
         if arguments.plan:
@@ -82,12 +75,6 @@ def _cleaner() -> Callable[[str], str]:
 # -- The plan ------------------------------------------------------------------------------------------------------
 
 
-def _check_flags(arguments: argparse.Namespace) -> None:
-    for planning_flag in PLANNING:
-        if not arguments.plan and getattr(arguments, planning_flag.keywords["dest"]) is not None:
-            raise UsageError(f"{planning_flag.names[0]} needs --plan: add it")
-
-
 def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
     # Imported here: importing kernels and tokenizers takes much longer than reading a file.
     from localllm.loading.load import plan_file
@@ -104,7 +91,8 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
             f"{placement.context:,} tokens of context",
             "",
             *placement_lines(placement, plan.free),
-            *_draft_lines(plan, arguments.draft_model or "in the same file"),
+            *([] if plan.draft is None else [f"draft model: {arguments.draft_model or 'in the same file'}"]),
+            *([] if plan.draft is None else (f"  {line}" for line in placement_lines(plan.draft))),
             *([] if plan.encoder is None else [detail("encoder", str(plan.encoder))]),
             detail("total", f"{quantity(as_json['total'], 'B')}, Python and kernels included"),
         ):
@@ -124,12 +112,6 @@ def _show_graph(file: GGUFFile, arguments: argparse.Namespace) -> None:
         print(json.dumps({"files": [str(path) for path in file.paths], "values": values}))
     else:
         print(names.mermaid() if arguments.graph == "mermaid" else names)
-
-
-def _draft_lines(plan: Plan, name: object) -> Iterator[str]:
-    if plan.draft is not None:
-        yield f"draft model: {name}"
-        yield from (f"  {line}" for line in placement_lines(plan.draft))
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -268,7 +250,7 @@ COMMAND = Command(
     "[FILE] [options]",
     "show the contents of a GGUF file",
     [
-        *MODEL_OR_WORD,
+        *flags.MODEL_OR_WORD,
         [
             flag("--metadata", "show only the metadata"),
             flag("--tensors", "show only the tensors"),
@@ -281,7 +263,7 @@ COMMAND = Command(
             ),
         ],
         flag("--full", "show long strings and arrays in full"),
-        JSON,
+        flags.JSON,
         "with --plan, as for generate",
         *PLANNING,
     ],

@@ -39,9 +39,4 @@ def _after(seconds: float) -> str:
     return f"in {max(0, round(seconds))} s" if seconds < 120 else f"in {round(seconds / 60)} min"
 
 
-COMMAND = Command(
-    "[--url URL] [--json]",
-    "list the models that a running server has loaded",
-    [*SERVER, JSON],
-    run,
-)
+COMMAND = Command("[--url URL] [--json]", "list the models that a running server has loaded", [*SERVER, JSON], run)

@@ -103,11 +103,8 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
 
     def preset(name: str, section: Mapping[str, Any], is_again: bool = False) -> Preset:
         model_arguments = arguments_of(name, section)
-        listed: dict[str, Any] = {
-            "aliases": _split_commas(model_arguments.aliases),
-            "tags": _split_commas(model_arguments.tags),
-        }
-        listed["system"] = section.get("system", "")
+        aliases, tags = _split_commas(model_arguments.aliases), _split_commas(model_arguments.tags)
+        listed: dict[str, Any] = {"aliases": aliases, "tags": tags, "system": section.get("system", "")}
         try:
             chat_template(model_arguments)
             _, load_preset = _loader(model_arguments, stats)
@@ -359,12 +356,7 @@ COMMAND = Command(
     "serve models to other programs over HTTP",
     [
         "models",
-        several(
-            "-m --model FILE",
-            "GGUF file, or a name that localllm models lists",
-            model_file,
-            dest="models",
-        ),
+        several("-m --model FILE", "GGUF file, or a name that localllm models lists", model_file, dest="models"),
         PRESETS,
         several("-a --alias NAME", "additional name of the first model, shown in lists", dest="aliases"),
         several(

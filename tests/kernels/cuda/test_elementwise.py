@@ -13,7 +13,7 @@ from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.driver import DeviceMemory
 from localllm.kernels.operations.dense import ACTIVATIONS
 from localllm.quant.types import GGMLType
-from localllm.sampling import Sampling, make_sampler
+from localllm.sampling import Sampler, Sampling
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.kernels import skip_without_tools
 from tests.cuda_on_cpu.module import ORDERS, Order
@@ -262,7 +262,7 @@ WITHOUT = {"top_p": 1.0, "min_p": 0.0, "temperature": 2.0}
 def test_the_device_draws_the_tokens_of_a_sampler(checked: Device, settings: dict[str, float]) -> None:
     """With the sampler's random numbers and logits.  The last row takes its largest logit."""
     sampling, x = Sampling(**({"top_k": 40, "seed": 5} | settings)), 3 * random(8, 3000)
-    sampler = make_sampler(sampling, 3000)
+    sampler = Sampler(sampling, 3000)
     draws = np.array([*sampler.draws(7), (0.0,) * 5], np.float32)
     ids, values, chosen = top(checked, x, sampler.n_enough, draws)
     expected = [sampler.among(*row).id for row in zip(ids[:7], values[:7], strict=True)]

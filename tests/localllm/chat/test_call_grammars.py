@@ -17,7 +17,7 @@ from localllm.chat.calls.writer import written
 from localllm.chat.reply import ReplyParser, ToolCall
 from localllm.chat.thinking import CALL
 from localllm.errors import UsageError
-from localllm.sampling import Sampling, make_sampler
+from localllm.sampling import Sampler, Sampling
 from localllm.sampling.call_constraint import CallConstraint, CallSearch
 from localllm.sampling.constraint import Constraint
 from localllm.sampling.grammar import Grammars
@@ -269,7 +269,7 @@ def test_text_and_more_calls_may_follow_a_call(name: str) -> None:
 
 def test_free_text_needs_only_the_largest_logits() -> None:
     (tokenizer, _), constraint = vocabulary("ministral"), constraint_of("ministral")
-    sampler = make_sampler(Sampling(top_k=5), tokenizer.n_vocab, constraint=constraint)
+    sampler = Sampler(Sampling(top_k=5), tokenizer.n_vocab, constraint=constraint)
     for text, is_free in (("So ", True), ("[TOOL", False), ("! ", True), ("[TOOL_CALLS]", False), ("now", False)):
         for id_ in tokenizer.encode(text, add_special=False, continuation=True):
             sampler.accept(id_)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localllm.chat import CHATML, ChatTemplate, encode_chat
+from localllm.chat import CHATML, ChatTemplate, TemplateSource, encode_chat
 from localllm.errors import TemplateError
 from localllm.gguf import GGUFFile
 from localllm.tokenizer import Tokenizer
@@ -132,32 +132,32 @@ def chat_file(template: str | None, **changes: Any) -> FakeFile:
     return FakeFile(metadata if template is None else {**metadata, "tokenizer.chat_template": template})
 
 
+def template_of(file: Any, tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate.compile(TemplateSource.of_file(file), tokenizer)
+
+
 def test_the_template_of_a_file() -> None:
     file = chat_file("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
-    template = ChatTemplate.from_gguf(file, Tokenizer.from_gguf(file))
+    template = template_of(file, Tokenizer.from_gguf(file))
     assert template.render(SHORT) == "<bos>Hi there<|im_end|>"
-    with pytest.raises(TemplateError, match=r"tiny\.gguf has no chat template called 'tool_use'"):
-        ChatTemplate.from_gguf(file, Tokenizer.from_gguf(file), name="tool_use")
-    named = FakeFile({**file.metadata, "tokenizer.chat_template.tool_use": "{{ tools }}"})
-    assert ChatTemplate.from_gguf(named, Tokenizer.from_gguf(file), name="tool_use").render([]) == "None"
     with pytest.raises(TemplateError, match="chat_template is not a string"):
-        ChatTemplate.from_gguf(chat_file(5), Tokenizer.from_gguf(file))  # type: ignore[arg-type]
+        template_of(chat_file(5), Tokenizer.from_gguf(file))  # type: ignore[arg-type]
     with pytest.raises(TemplateError, match=r"chat template of tiny\.gguf is not valid"):
-        ChatTemplate.from_gguf(chat_file("{% if %}"), Tokenizer.from_gguf(file))
+        template_of(chat_file("{% if %}"), Tokenizer.from_gguf(file))
 
 
 def test_templates_named_for_a_use_are_used_for_it() -> None:
     metadata = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.rag": "{{ documents[0] }}"}
     metadata["tokenizer.chat_template.tool_use"] = "{{ bos_token }}{{ tools[0].name }}"
     file = FakeFile(spm_metadata(tiny_spm_pieces()) | metadata)
-    template = ChatTemplate.from_gguf(file, Tokenizer.from_gguf(file))
+    template = template_of(file, Tokenizer.from_gguf(file))
     chat = [{"role": "user", "content": "Hi"}]
     assert template.render(chat) == template.render(chat, tools=[], documents=[]) == "plain"
     assert template.render(chat, tools=[{"name": "now"}]) == "<s>now"
     assert template.render(chat, documents=["a page"]) == "a page"
     assert [template.reads(name) for name in ("tools", "documents", "messages")] == [True, True, False]
     broken = FakeFile(file.metadata | {"tokenizer.chat_template.rag": "{% if %}"})
-    template = ChatTemplate.from_gguf(broken, Tokenizer.from_gguf(file))
+    template = template_of(broken, Tokenizer.from_gguf(file))
     assert template.render(chat) == "plain"
     with pytest.raises(TemplateError, match="called 'rag' is not valid"):
         template.render(chat, documents=["a page"])
@@ -166,7 +166,7 @@ def test_templates_named_for_a_use_are_used_for_it() -> None:
 def test_a_file_without_template_gets_chatml_and_says_so() -> None:
     file = chat_file(None)
     tokenizer = Tokenizer.from_gguf(file)
-    template = ChatTemplate.from_gguf(file, tokenizer)
+    template = template_of(file, tokenizer)
     assert (template.is_fallback, template.source) == (True, CHATML)
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     text = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
@@ -214,7 +214,7 @@ def test_there_is_one_bos_whoever_writes_it(writes_bos: bool, add_bos: bool) -> 
     source = ("{{ bos_token }}" if writes_bos else "") + "{% for m in messages %}{{ m.content }}{% endfor %}"
     file = chat_file(source, add_bos_token=add_bos, add_eos_token=True)
     tokenizer = Tokenizer.from_gguf(file)
-    ids = encode_chat(tokenizer, ChatTemplate.from_gguf(file, tokenizer), SHORT)
+    ids = encode_chat(tokenizer, template_of(file, tokenizer), SHORT)
     assert ids == [258] * (writes_bos or add_bos) + tokenizer.encode("Hi there", add_special=False)
 
 
@@ -222,14 +222,14 @@ def test_one_bos_with_sentencepiece() -> None:
     pieces = tiny_spm_pieces([("▁", -1.0), ("h", -2.0), ("▁h", -3.0)])
     file = FakeFile({**spm_metadata(pieces), "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"})
     tokenizer = Tokenizer.from_gguf(file)
-    ids = encode_chat(tokenizer, ChatTemplate.from_gguf(file, tokenizer), [{"role": "user", "content": "h"}])
+    ids = encode_chat(tokenizer, template_of(file, tokenizer), [{"role": "user", "content": "h"}])
     assert [tokenizer.token_text(token) for token in ids] == ["<s>", "▁h"]
 
 
 def test_the_template_of_a_real_vocabulary() -> None:
     with GGUFFile.open(shared_data("vocab/ggml-vocab-phi-3.gguf")) as file:
         tokenizer = Tokenizer.from_gguf(file)
-        template = ChatTemplate.from_gguf(file, tokenizer)
+        template = template_of(file, tokenizer)
     ids = encode_chat(tokenizer, template, SHORT)
     user, end, assistant = 32_010, 32_007, 32_001
     hi = tokenizer.encode("Hi there", add_special=False)

@@ -180,14 +180,14 @@ def test_kernels_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_features_are_those_that_kernels_use_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
     present = frozenset({"neon", "dotprod", "i8mm", "bf16", "fullfp16", "crc"})
-    monkeypatch.setattr("localllm.cli.commands.doctor.features", lambda: present)
+    monkeypatch.setattr("localllm.kernels.cpu.host.features", lambda: present)
     assert found("features").value == "neon, dotprod, i8mm; not used: fullfp16, bf16"
-    monkeypatch.setattr("localllm.cli.commands.doctor.features", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr("localllm.kernels.cpu.host.features", lambda: frozenset({"avx2"}))
     assert found("features").value == "avx2"
 
 
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.cli.commands.doctor.available_memory", lambda: 10_000_000)
+    monkeypatch.setattr("localllm.kernels.cpu.host.available_memory", lambda: 10_000_000)
     memory = found("memory", "memory")
     assert ", 10 MB available" in memory.value
     assert memory.advice is not None
@@ -197,7 +197,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail() -> None:
         raise OSError("/proc is missing")
 
-    monkeypatch.setattr(doctor, "cpu_model", fail)
+    monkeypatch.setattr(doctor.host, "cpu_model", fail)
     check = found("check", "processor")
     assert (check.value, check.broken) == ("failed: OSError: /proc is missing", True)
     assert found("memory", "memory")
@@ -227,7 +227,7 @@ def test_the_curve_of_the_threads_is_shown(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     listing = "NVIDIA H100 80GB HBM3, 555.42, 81559 MiB\nNVIDIA H100 80GB HBM3, 555.42, 81559 MiB\nFailed: x"
-    monkeypatch.setattr(doctor, "program_output", lambda *command: listing if command[0] == "nvidia-smi" else "")
+    monkeypatch.setattr(doctor.host, "program_output", lambda *command: listing if command[0] == "nvidia-smi" else "")
     assert nvidia_gpus() == listing.splitlines()[:2]
     monkeypatch.setattr(doctor, "_version", {}.get)
     gpus = list(doctor._gpus())
@@ -242,7 +242,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "program_output", lambda *_: "NVIDIA H100 80GB HBM3, 555.42, 81559 MiB")
+    monkeypatch.setattr(doctor.host, "program_output", lambda *_: "NVIDIA H100 80GB HBM3, 555.42, 81559 MiB")
     monkeypatch.setattr(doctor, "_version", {"cupy-cuda13x": "14", "cuda-toolkit": "13"}.get)
     monkeypatch.setattr(installation, "driver_cuda", lambda: (11, 8))
     [gpu] = doctor._gpus()

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,12 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.agents import AGENTS
+from localllm.cli.agent_launcher import shell_lines, steps_of
+from localllm.cli.agents import AGENTS, NO_KEY, Connection
+from localllm.cli.local_server import KEY_VARIABLE
 from localllm.kernels.code_cache import cache_root
 from localllm.server.http import Limits
 from tests.helpers.command_line import on_terminal, read_all, run_main
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, serving
+from tests.helpers.windows import elsewhere
 
 pytestmark = [
     pytest.mark.posix("the fake agents are scripts with a shebang"),
@@ -159,6 +163,31 @@ def test_a_dry_run_prints_the_steps_and_runs_none(
     assert KEY not in outcome.out
     assert not log.exists()
     assert not leftovers(log)
+
+
+def test_files_of_a_dry_run_have_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without a key of the user: the lines set the variable before a file contains it."""
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    steps = steps_of(AGENTS["crush"], Connection("http://127.0.0.1:8080", "m", NO_KEY, 65536, f"{tmp_path}/c"), [])
+    subprocess.run(["sh", "-c", "\n".join(shell_lines(steps)[:-1])], check=True)
+    settings = json.loads((tmp_path / "c" / "crush.json").read_text("utf-8"))
+    assert settings["providers"]["localllm"]["api_key"] == NO_KEY
+
+
+def test_a_dry_run_on_windows_prints_commands_of_its_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere(monkeypatch, "win32")
+    connection = Connection("http://127.0.0.1:8080", "a & b", f"${KEY_VARIABLE}", 65536, r"C:\my files\crush")
+    steps = steps_of(AGENTS["crush"], connection, ["x y"])
+    lines = shell_lines(steps)
+    assert lines[0] == r"set CRUSH_GLOBAL_CONFIG=C:\my files\crush"
+    assert r'mkdir "C:\my files\crush"' in lines
+    assert lines[-1] == 'crush "x y"'
+    written = [line.partition(" echo ")[2] for line in lines if line.startswith(">")]
+    assert not [line for line in written if re.search(r'(?<!\^)[&"()<>|]', line)]
+    ((path, text),) = steps.files.items()
+    assert [line for line in lines if line.startswith("> ")] == [f'> "{path}" echo {{']
+    text = text.replace("$LOCALLLM_API_KEY", "%LOCALLLM_API_KEY%")
+    assert json.loads("".join(line.replace("^", "") for line in written)) == json.loads(text)
 
 
 def test_agents_that_do_not_exist_or_are_not_installed(

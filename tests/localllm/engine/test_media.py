@@ -17,7 +17,7 @@ from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
 from localllm.errors import UsageError
 from localllm.loading.devices import Device, open_devices
-from localllm.sampling import make_sampler
+from localllm.sampling import Sampler
 from tests.helpers.engines import in_engine
 from tests.helpers.hybrid import N_VOCAB, D, hybrid
 from tests.helpers.requests import GREEDY, Results, SteppedEngine, finish, reading, results
@@ -82,7 +82,7 @@ def stepped(device: Device, encoder: FakeEncoder, **settings: float) -> SteppedE
 
 
 def writing(ids: Sequence[int], pictures: PromptMedia, n: int = 8) -> Request:
-    sampler = make_sampler(GREEDY, N_VOCAB)
+    sampler = Sampler(GREEDY, N_VOCAB)
     return Request(list(ids), Results(), sampler=sampler, max_tokens=n, media=pictures)
 
 

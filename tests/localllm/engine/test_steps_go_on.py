@@ -15,7 +15,7 @@ from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.request import Request
 from localllm.engine.sampling_threads import SamplingThreads
 from localllm.errors import ClosedError
-from localllm.sampling import Sampling, make_sampler
+from localllm.sampling import Sampler, Sampling
 from localllm.sampling.penalties import Logits
 from tests.helpers.engines import eventually, in_engine
 from tests.helpers.fake_backend import N_VOCAB, PAGE_SIZE, fake_engine, greedy_after
@@ -56,7 +56,7 @@ def held(prompt: Sequence[int], n: int, grammar: SlowGrammar, **options: object)
     """Return a request whose tokens a grammar constrains."""
     sampling = options.pop("sampling", GREEDY)
     assert isinstance(sampling, Sampling)
-    sampler = make_sampler(sampling, N_VOCAB, prompt_ids=prompt, constraint=grammar)  # type: ignore[arg-type]
+    sampler = Sampler(sampling, N_VOCAB, prompt_ids=prompt, constraint=grammar)  # type: ignore[arg-type]
     return Request(list(prompt), Results(), sampler=sampler, max_tokens=n, **options)  # type: ignore[arg-type]
 
 

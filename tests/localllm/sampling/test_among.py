@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from localllm.errors import LocalLLMError
-from localllm.sampling import Choice, Sampler, Sampling, make_sampler
+from localllm.sampling import Choice, Sampler, Sampling
 
 N = 60
 
@@ -49,7 +49,7 @@ chosen = st.fixed_dictionaries(
 def test_the_choice_is_that_of_all_logits(logits: Any, options: dict[str, Any], more: int, random: Any) -> None:
     """Several tokens with the same random numbers, with the largest logits in any order."""
     sampling = Sampling(**options)
-    whole, part = make_sampler(sampling, N), make_sampler(sampling, N)
+    whole, part = Sampler(sampling, N), Sampler(sampling, N)
     assert part.n_enough == (sampling.top_k + 1 if sampling.temperature else 1) + len(sampling.logit_bias)
     for row in logits:
         x = np.array(row, np.float32)
@@ -65,7 +65,7 @@ def test_logits_that_are_not_finite_are_refused_in_the_same_words(options: dict[
     sampling = Sampling(**options)
     x = np.full(N, wrong if wrong < 0 else 3.0, np.float32)
     x[[20, 11]] = wrong
-    sampler = make_sampler(sampling, N)
+    sampler = Sampler(sampling, N)
     ids = largest(x, sampler.n_enough)
     said = outcome(sampler, ids, x[ids])
     assert said == outcome(sampler, x)
@@ -73,7 +73,7 @@ def test_logits_that_are_not_finite_are_refused_in_the_same_words(options: dict[
 
 
 def test_nothing_is_left_where_all_are_banned() -> None:
-    sampler = make_sampler(Sampling(temperature=0, logit_bias=dict.fromkeys(range(4), -math.inf)), 5)
+    sampler = Sampler(Sampling(temperature=0, logit_bias=dict.fromkeys(range(4), -math.inf)), 5)
     x = np.array([3, 2, 1, 0, -math.inf], np.float32)
     assert sampler.n_enough == 5
     assert outcome(sampler, np.arange(5), x) == outcome(sampler, x)
@@ -103,4 +103,4 @@ def test_nothing_is_left_where_all_are_banned() -> None:
     ],
 )
 def test_which_settings_look_at_the_largest_alone(options: dict[str, Any], n: int) -> None:
-    assert make_sampler(Sampling(**options), N).n_enough == n
+    assert Sampler(Sampling(**options), N).n_enough == n

@@ -17,7 +17,7 @@ from llguidance import LLTokenizer
 import localllm
 from localllm import LLM, GrammarError, Sampling, UsageError
 from localllm.engine.drafting.cost import StepCost
-from localllm.sampling import grammar as grammar_module, make_sampler
+from localllm.sampling import Sampler, grammar as grammar_module
 from localllm.sampling.constraint import Constraint
 from localllm.sampling.grammar import Grammars, check_grammar
 from localllm.tokenizer import Tokenizer
@@ -108,7 +108,7 @@ def test_every_schema_gives_json_that_is_valid(tokenizer: Tokenizer) -> None:
     grammars = Grammars(tokenizer, n_vocab)
     for schema in SCHEMAS:
         sampling = Sampling(json_schema=schema, seed=1, top_k=0, top_p=1, min_p=0, temperature=1)
-        sampler = make_sampler(sampling, n_vocab, constraint=grammars.constraint(sampling, []))
+        sampler = Sampler(sampling, n_vocab, constraint=grammars.constraint(sampling, []))
         ids: list[int] = []
         while not sampler.is_complete and len(ids) < 2000:
             id_ = sampler((2 * rng.standard_normal(n_vocab) + bias).astype(np.float32)).id
@@ -178,7 +178,7 @@ def test_what_is_allowed_is_as_likely_as_the_model_finds_it(settings: dict[str, 
     a, b, other = (tokenizer.encode(text)[0] for text in "ab!")
     logits[[a, b, other]] = 1, 2, 2.5
     sampling = Sampling(regex="[ab]+", top_k=0, top_p=1, min_p=0, temperature=1, seed=1, **settings)
-    sampler = make_sampler(sampling, 257, constraint=constraint(tokenizer, regex="[ab]+"))
+    sampler = Sampler(sampling, 257, constraint=constraint(tokenizer, regex="[ab]+"))
     drawn = [sampler(logits).id for _ in range(4000)]
     assert set(drawn) == {a, b}
     share, expected = drawn.count(b) / 4000, 1 / (1 + math.exp(-1))
@@ -187,7 +187,7 @@ def test_what_is_allowed_is_as_likely_as_the_model_finds_it(settings: dict[str, 
 
 def test_no_mask_is_made_where_the_choice_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = bytes_tokenizer()
-    sampler = make_sampler(Sampling(temperature=0), 257, constraint=constraint(tokenizer, regex="[ab]+"))
+    sampler = Sampler(Sampling(temperature=0), 257, constraint=constraint(tokenizer, regex="[ab]+"))
     logits = np.zeros(257, np.float32)
     a, b = tokenizer.encode("ab")
     logits[[a, b]] = 1, 2
@@ -415,6 +415,14 @@ def _chain(n: int) -> dict[str, Any]:
 PATTERNS = [{"type": "string", "pattern": f"a.{{{i}}}b.*c"} for i in range(40)]
 
 
+def _alternatives(depth: int) -> dict[str, Any]:
+    """Return a schema with 30 alternatives at each level, next to a property."""
+    if not depth:
+        return {"type": "integer"}
+    alternatives = [{"required": [f"b{i}"], "properties": {f"b{i}": {"type": "null"}}} for i in range(30)]
+    return {"type": "object", "properties": {"a": _alternatives(depth - 1)}, "anyOf": alternatives}
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -422,6 +430,8 @@ PATTERNS = [{"type": "string", "pattern": f"a.{{{i}}}b.*c"} for i in range(40)]
         {"grammar": "start: %json " + json.dumps(_chain(9_000))},
         {"grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(9_000)) + 'r9000 ::= "a"'},
         {"grammar": "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(9_000)) + 'T9000: "a"'},
+        {"json_schema": _alternatives(6)},
+        {"grammar": "start: %json " + json.dumps(_alternatives(6))},
         {"json_schema": {"allOf": PATTERNS}},
         {"json_schema": {"$ref": "#/$defs/0", "$defs": {str(i): {**p, "$ref": "#"} for i, p in enumerate(PATTERNS)}}},
         {"json_schema": {"enum": ["a" * i for i in range(2_000)]}},

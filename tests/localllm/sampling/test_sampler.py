@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 
 from localllm.errors import ModelError, UsageError
 from localllm.options.declared import CheckedOptions, LoadOptions, declared
-from localllm.sampling import Sampling, UniformNumbers, greedy, make_sampler
+from localllm.sampling import Sampler, Sampling, UniformNumbers, greedy
 
 Logits = npt.NDArray[np.float32]
 
@@ -159,16 +159,16 @@ def test_replace_checks_names_and_values() -> None:
 def test_greedy_takes_the_largest_logit(n: int) -> None:
     logits = random_logits(n, n)
     expected = max(range(n), key=lambda i: logits[i])
-    assert make_sampler(greedy, n)(logits).id == expected
+    assert Sampler(greedy, n)(logits).id == expected
 
 
 def test_greedy_takes_the_lowest_of_equal_ids_whatever_else_is_set() -> None:
     s = greedy.replace(typical_p=0.1, xtc_probability=1, xtc_threshold=0, mirostat=2, top_p=0.1, top_k=1)
-    assert make_sampler(s, 5)(np.array([0, 2, -math.inf, 2, 1], np.float32)).id == 1
+    assert Sampler(s, 5)(np.array([0, 2, -math.inf, 2, 1], np.float32)).id == 1
 
 
 def test_greedy_heeds_bias_and_penalties() -> None:
-    sampler = make_sampler(greedy.replace(logit_bias={2: 1.5}, presence_penalty=1.0), 3)
+    sampler = Sampler(greedy.replace(logit_bias={2: 1.5}, presence_penalty=1.0), 3)
     logits = np.array([1.2, 1.0, 0.3], np.float32)
     chosen = []
     for _ in range(4):
@@ -255,7 +255,7 @@ def test_the_chain_equals_a_plain_one(n_vocab: int) -> None:
     for _ in range({2: 100, 9: 100, 300: 20, 4200: 5}[n_vocab]):  # thousands of tokens take seconds
         s = random_settings(rng, n_vocab)
         text = rng.integers(0, n_vocab, rng.integers(0, 8)).tolist()
-        sampler = make_sampler(s, n_vocab, prompt_ids=text)
+        sampler = Sampler(s, n_vocab, prompt_ids=text)
         assert s.seed is not None
         uniform, chance = UniformNumbers(s.seed), UniformNumbers(s.seed, is_single=True)
         for _ in range(5):
@@ -285,7 +285,7 @@ def test_the_chain_equals_a_plain_one(n_vocab: int) -> None:
 def test_draws_have_the_frequencies_they_should(changes: dict[str, Any], kept: list[int]) -> None:
     probabilities = np.array([0.4, 0.25, 0.2, 0.08, 0.05, 0.02])
     s = OFF.replace(seed=12, **changes)
-    sampler = make_sampler(s, 6)
+    sampler = Sampler(s, 6)
     logits = np.log(probabilities).astype(np.float32)
     n = 3000
     counts = Counter(sampler(logits).id for _ in range(n))
@@ -297,7 +297,7 @@ def test_draws_have_the_frequencies_they_should(changes: dict[str, Any], kept: l
 
 
 def test_xtc_acts_as_often_as_it_should() -> None:
-    sampler = make_sampler(OFF.replace(xtc_probability=0.3, xtc_threshold=0.1, seed=4), 3)
+    sampler = Sampler(OFF.replace(xtc_probability=0.3, xtc_threshold=0.1, seed=4), 3)
     logits = np.log(np.array([0.5, 0.3, 0.2])).astype(np.float32)
     counts = Counter(sampler(logits).id for _ in range(3000))
     expected = [3000 * p for p in (0.7 * 0.5, 0.7 * 0.3, 0.7 * 0.2 + 0.3)]
@@ -308,7 +308,7 @@ def test_dry_and_the_prompt() -> None:
     # "1 2 3" was followed by 4; after "1 2 3" again, 4 loses 0.5 * 2 ** (3 - 2) = 1.
     s = greedy.replace(dry_multiplier=0.5, dry_base=2.0, dry_sequence_breakers=())
     logits = np.array([0, 0, 0, 0, 1.0, 0.5, 0.25, 0.0], np.float32)
-    sampler = make_sampler(s, 8, prompt_ids=[1, 2, 3, 4, 7, 1, 2])
+    sampler = Sampler(s, 8, prompt_ids=[1, 2, 3, 4, 7, 1, 2])
     assert sampler(logits).id == 4
     sampler.accept(3)
     assert sampler(logits).id == 5
@@ -321,20 +321,20 @@ def test_dry_stops_at_a_breaker() -> None:
     logits = np.array([0, 0, 0, 0, 1.0, 0.5], np.float32)
     pieces = [b"a", b"b", b"st", b"op", b"x", b"y"]
     prompt = [0, 1, 0, 1, 4, 0, 1, 0, 1]
-    assert make_sampler(s, 6, prompt_ids=prompt, token_bytes=pieces.__getitem__)(logits).id == 5
+    assert Sampler(s, 6, prompt_ids=prompt, token_bytes=pieces.__getitem__)(logits).id == 5
     broken = [0, 1, 2, 3, 1, 4, 0, 1, 2, 3, 1]
-    assert make_sampler(s, 6, prompt_ids=broken, token_bytes=pieces.__getitem__)(logits).id == 4
+    assert Sampler(s, 6, prompt_ids=broken, token_bytes=pieces.__getitem__)(logits).id == 4
 
 
 def test_dry_breakers_need_the_text_of_tokens() -> None:
-    with pytest.raises(UsageError, match="give make_sampler token_bytes"):
-        make_sampler(Sampling(dry_multiplier=0.8), 6)
-    make_sampler(Sampling(dry_multiplier=0.8, dry_penalty_last_n=0), 6)
+    with pytest.raises(UsageError, match="give Sampler token_bytes"):
+        Sampler(Sampling(dry_multiplier=0.8), 6)
+    Sampler(Sampling(dry_multiplier=0.8, dry_penalty_last_n=0), 6)
 
 
 def test_mirostat_takes_the_place_of_the_truncations() -> None:
     s = Sampling(mirostat=2, mirostat_tau=3, seed=1, top_k=1, typical_p=0.01, xtc_probability=1, xtc_threshold=0)
-    sampler = make_sampler(s, 8)
+    sampler = Sampler(s, 8)
     assert len({sampler(np.zeros(8, np.float32)).id for _ in range(300)}) == 8
 
 
@@ -375,14 +375,14 @@ LLAMA_CPPS: list[tuple[dict[str, Any], int, list[int]]] = [
 
 @pytest.mark.parametrize(("given", "seed", "expected"), LLAMA_CPPS)
 def test_a_seed_gives_what_it_gives_in_llama_cpp(given: dict[str, Any], seed: int, expected: list[int]) -> None:
-    sampler = make_sampler(Sampling(seed=seed, **given), 50)
+    sampler = Sampler(Sampling(seed=seed, **given), 50)
     logits = [(np.random.RandomState(step).standard_normal(50) * 3).astype(np.float32) for step in range(15)]
     assert [sampler(each).id for each in logits] == expected
 
 
 def test_a_seed_gives_the_same_ids_again() -> None:
     def ids(s: Sampling) -> list[int]:
-        sampler = make_sampler(s, 100)
+        sampler = Sampler(s, 100)
         return [sampler(random_logits(100, step)).id for step in range(50)]
 
     assert ids(OFF.replace(seed=7)) == ids(OFF.replace(seed=7))
@@ -390,9 +390,9 @@ def test_a_seed_gives_the_same_ids_again() -> None:
 
 
 def test_a_fresh_seed_can_be_read_and_repeated() -> None:
-    first, second = make_sampler(OFF, 1000), make_sampler(OFF, 1000)
+    first, second = Sampler(OFF, 1000), Sampler(OFF, 1000)
     assert first.seed != second.seed
-    again = make_sampler(OFF.replace(seed=first.seed), 1000)
+    again = Sampler(OFF.replace(seed=first.seed), 1000)
     logits = np.zeros(1000, np.float32)
     assert [first(logits).id for _ in range(20)] == [again(logits).id for _ in range(20)]
 
@@ -407,7 +407,7 @@ def test_logprobs_are_the_models_own(s: Sampling, n: int) -> None:
     exact = logits.astype(np.float64)
     exact = exact - exact.max() - math.log(np.exp(exact - exact.max()).sum())
     best = sorted(range(n), key=lambda i: -exact[i])[:3]
-    choice = make_sampler(s.replace(logprobs=3), n)(logits)
+    choice = Sampler(s.replace(logprobs=3), n)(logits)
     assert choice.logprob == pytest.approx(exact[choice.id], abs=1e-6)
     assert [id_ for id_, _ in choice.top] == best
     assert [logprob for _, logprob in choice.top] == pytest.approx(exact[best].tolist(), abs=1e-6)
@@ -416,22 +416,22 @@ def test_logprobs_are_the_models_own(s: Sampling, n: int) -> None:
 def test_probabilities_after_sampling() -> None:
     logits = np.log(np.array([0.1, 0.4, 0.3, 0.2], np.float32))
     settings_ = Sampling(top_k=3, top_p=1, min_p=0, temperature=0.5, logprobs=9, post_sampling_probs=True, seed=1)
-    choice = make_sampler(settings_, 4)(logits)
+    choice = Sampler(settings_, 4)(logits)
     total = 0.4**2 + 0.3**2 + 0.2**2
     expected = {1: 0.4**2 / total, 2: 0.3**2 / total, 3: 0.2**2 / total}
     assert {id_: math.exp(p) for id_, p in choice.top} == pytest.approx(expected)
     assert math.exp(choice.logprob or 0) == pytest.approx(expected[choice.id])
-    only = make_sampler(settings_.replace(temperature=0), 4)(logits)
+    only = Sampler(settings_.replace(temperature=0), 4)(logits)
     assert (only.id, only.logprob, only.top) == (1, 0.0, ((1, 0.0),))
 
 
 def test_how_many_logprobs() -> None:
     logits = np.array([0, -math.inf, 0, 1], np.float32)
-    assert make_sampler(greedy, 4)(logits)[1:] == (None, ())
-    none = make_sampler(greedy.replace(logprobs=0), 4)(logits)
+    assert Sampler(greedy, 4)(logits)[1:] == (None, ())
+    none = Sampler(greedy.replace(logprobs=0), 4)(logits)
     assert none.logprob == pytest.approx(1 - math.log(2 + math.e))
     assert none.top == ()
-    assert [id_ for id_, _ in make_sampler(greedy.replace(logprobs=99), 4)(logits).top] == [3, 0, 2]
+    assert [id_ for id_, _ in Sampler(greedy.replace(logprobs=99), 4)(logits).top] == [3, 0, 2]
 
 
 # --- logits processors ---
@@ -454,7 +454,7 @@ def test_processors_see_the_text_and_act_in_turn() -> None:
     logits = np.array([9, 1, 1.3, 0], np.float32)
     kept = logits.copy()
     logits.flags.writeable = False
-    sampler = make_sampler(s, 4, prompt_ids=[1, 0])
+    sampler = Sampler(s, 4, prompt_ids=[1, 0])
     assert sampler(logits).id == 1
     sampler.accept(3)
     assert sampler(logits).id == 0
@@ -468,7 +468,7 @@ def test_a_processor_may_change_its_logits_in_place() -> None:
         return logits
 
     logits = np.array([3, 2, 1], np.float32)
-    choice = make_sampler(greedy.replace(processors=(forbid,), logprobs=1), 3)(logits)
+    choice = Sampler(greedy.replace(processors=(forbid,), logprobs=1), 3)(logits)
     assert choice.id == 2
     assert choice.top[0][0] == 0
     assert logits.tolist() == [3, 2, 1]
@@ -491,7 +491,7 @@ def test_what_a_processor_may_not_return(result: Any, words: str) -> None:
     def broken(ids: npt.NDArray[np.int32], logits: Logits) -> Logits:
         return result  # type: ignore[no-any-return]
 
-    sampler = make_sampler(greedy.replace(processors=(broken,)), 3)
+    sampler = Sampler(greedy.replace(processors=(broken,)), 3)
     with pytest.raises(UsageError, match=words) as caught:
         sampler(np.zeros(3, np.float32))
     assert str(caught.value).startswith("the logits processor broken returned ")
@@ -514,7 +514,7 @@ def test_logits_that_cannot_be_sampled(s: Sampling, bad: list[float], words: str
     logits = np.full(n, -math.inf, np.float32)
     logits[:3] = bad
     with pytest.raises(ModelError, match=f"the model's logits .*{words}"):
-        make_sampler(s, n)(logits)
+        Sampler(s, n)(logits)
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_logits_that_cannot_be_sampled(s: Sampling, bad: list[float], words: str
     ],
 )
 def test_settings_that_leave_nothing_to_sample(changes: dict[str, Any], words: str) -> None:
-    sampler = make_sampler(Sampling(**changes), 2, prompt_ids=[0, 1, 1])
+    sampler = Sampler(Sampling(**changes), 2, prompt_ids=[0, 1, 1])
     with pytest.raises(UsageError, match=f"after logit_bias, processors, penalties, DRY and grammar .*{words}"):
         sampler(np.array([-2, 3], np.float32))
 
@@ -535,18 +535,18 @@ def test_settings_that_leave_nothing_to_sample(changes: dict[str, Any], words: s
 @pytest.mark.parametrize("shape", [(4,), (6,), (1, 5), ()])
 def test_logits_of_another_shape(shape: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="given to a sampler for 5 tokens"):
-        make_sampler(greedy, 5)(np.zeros(shape, np.float32))
+        Sampler(greedy, 5)(np.zeros(shape, np.float32))
 
 
 @pytest.mark.parametrize("id_", [-1, 5, 10**12])
 def test_ids_outside_the_vocabulary(id_: int) -> None:
     with pytest.raises(UsageError, match=f"token {id_} in prompt_ids is outside the vocabulary of 5 tokens"):
-        make_sampler(greedy, 5, prompt_ids=[0, id_])
+        Sampler(greedy, 5, prompt_ids=[0, id_])
     with pytest.raises(UsageError, match=f"token {id_} is outside"):
-        make_sampler(greedy, 5).accept(id_)
+        Sampler(greedy, 5).accept(id_)
     if id_ >= 0:
         with pytest.raises(UsageError, match=f"token {id_} in logit_bias"):
-            make_sampler(greedy.replace(logit_bias={id_: 1.0}), 5)
+            Sampler(greedy.replace(logit_bias={id_: 1.0}), 5)
 
 
 @settings(max_examples=100)
@@ -563,7 +563,7 @@ def test_no_settings_give_a_token_of_probability_0_or_change_the_logits(seed: in
         logit_bias={},
         logprobs=2,
     )
-    sampler = make_sampler(s, n_vocab, prompt_ids=[0])
+    sampler = Sampler(s, n_vocab, prompt_ids=[0])
     for _ in range(3):
         choice = sampler(logits)
         assert logits[choice.id] > -math.inf

@@ -8,11 +8,14 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import httpx
 import pytest
 
+from localllm.server.answers import PendingReplies
+from localllm.server.openai import ChatRequest, _chat_job
 from tests.helpers.engines import eventually
 from tests.helpers.http_server import CALLS_TEMPLATE, TOOLS_TEMPLATE, Serving, demo, scripted, serving
 
@@ -159,6 +162,50 @@ def test_the_input_of_a_custom_tool_follows_its_grammar(syntax: str) -> None:
         assert "grammar" in refused.text or "regex" in refused.text
 
 
+CHAT_PATCH = {"type": "custom", "custom": {"name": "apply_patch", "description": "Change files."}}
+
+
+def test_custom_tools_of_the_chat_api_are_called_with_text(actor: Serving) -> None:
+    openai = pytest.importorskip("openai")
+    text = CALLS["apply_patch"]["input"]
+    history: list[Any] = [{"role": "user", "content": "call apply_patch please"}]
+    more = {"model": "demo", "tools": [CHAT_PATCH]}
+    with openai.OpenAI(base_url=f"{actor.url}/v1", api_key="none", max_retries=0) as client:
+        (choice,) = client.chat.completions.create(messages=history, **more).choices
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, call.type) == ("tool_calls", "custom")
+        assert (call.custom.name, call.custom.input) == ("apply_patch", text)
+        history += [choice.message.model_dump(exclude_none=True)]
+        history += [{"role": "tool", "tool_call_id": call.id, "content": "done"}]
+        assert client.chat.completions.create(messages=history, **more).choices[0].message.content == "Done."
+    body = {"messages": history[:1], **more, "stream": True}
+    lines = post(actor, "/v1/chat/completions", body).text.split("\n\n")
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line.startswith("data: {")]
+    first, *following = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    assert (first["index"], first["type"], first["custom"]) == (0, "custom", {"name": "apply_patch", "input": ""})
+    assert {call["index"] for call in following} == {0}
+    assert "".join(call["custom"]["input"] for call in following) == text
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("syntax", GRAMMARS)
+def test_a_custom_tool_of_the_chat_api_is_forced_and_follows_its_grammar(syntax: str) -> None:
+    grammar = {"syntax": syntax, "definition": GRAMMARS[syntax]}
+    tool = {"type": "custom", "custom": {"name": "edit", "format": {"type": "grammar", "grammar": grammar}}}
+    function = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+    body = {"messages": [HI], "tools": [function, tool], "seed": 1, "max_tokens": 200}
+    allowed = {"mode": "required", "tools": [{"type": "custom", "custom": {"name": "edit"}}]}
+    with serving(demo(chat_template=CALLS_TEMPLATE)) as server:
+        for choice in (allowed["tools"][0], {"type": "allowed_tools", "allowed_tools": allowed}):
+            answer = post(server, "/v1/chat/completions", {**body, "tool_choice": choice}).json()
+            (call,) = answer["choices"][0]["message"]["tool_calls"]
+            assert call["type"] == "custom"
+            assert re.fullmatch(MATCHING[syntax], call["custom"]["input"])
+        nameless = post(server, "/v1/chat/completions", {**body, "tools": [{"type": "custom", "custom": {}}]})
+        assert nameless.status_code == 400
+        assert "a tool of type custom has no name" in nameless.text
+
+
 def test_a_stored_response_keeps_the_form_of_its_calls(actor: Serving) -> None:
     body = {"model": "demo", "input": "call apply_patch please", "tools": [PATCH]}
     first = post(actor, "/v1/responses", body).json()
@@ -168,6 +215,29 @@ def test_a_stored_response_keeps_the_form_of_its_calls(actor: Serving) -> None:
     items = httpx.get(f"{actor.url}/v1/responses/{second['id']}/input_items").json()["data"]
     assert [item["type"] for item in items] == ["message", "custom_tool_call", "function_call_output"]
     assert items[1]["input"] == CALLS["apply_patch"]["input"]
+
+
+def test_prompts_are_decoded_outside_the_event_loop(templated: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    original = PendingReplies.prompt_text
+
+    def record(self: PendingReplies, index: int) -> str:
+        threads.append(threading.current_thread().name)
+        return original(self, index)
+
+    monkeypatch.setattr(PendingReplies, "prompt_text", record)
+    post(templated, "/v1/chat/completions", {"messages": [HI], "max_tokens": 1, "verbose": True})
+    for more in ({"verbose": True}, {"response_fields": ["prompt"]}, {"verbose": True, "stream": True}):
+        post(templated, "/completion", {"prompt": "hi", "n_predict": 1, **more})
+    assert len(threads) == 4
+    assert all(name.startswith("localllm-reply") for name in threads), threads
+
+
+def test_the_tools_of_a_request_do_not_change() -> None:
+    tools = [{"type": "function", "function": {"name": "now", "input_grammar": "mine", "strict": True}}]
+    request = ChatRequest(messages=[HI], tools=deepcopy(tools))
+    _chat_job(request)
+    assert request.tools == tools
 
 
 def test_fields_of_codex_are_accepted_and_skipped_items_are_warned_about(actor: Serving) -> None:

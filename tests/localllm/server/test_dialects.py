@@ -238,8 +238,8 @@ def job_of(**more: Any) -> GenerationJob:
 )
 def test_a_choice_of_tools(choice: Any, forced: bool) -> None:
     job = job_of(tool_choice=choice)
-    assert job.tools == [TOOL]
-    assert bool(job.forced) == forced
+    assert job.chosen.offered == [TOOL]
+    assert bool(job.chosen.forced) == forced
 
 
 @pytest.mark.parametrize("choice", ["foo", "Required", "", {"type": "foo"}, {"type": "function"}, {"type": "tool"}])
@@ -260,8 +260,8 @@ def test_documents_of_text_are_text() -> None:
 
 
 def test_a_format_of_the_reply_forces_no_call() -> None:
-    assert not job_of(response_format={"type": "json_object"}).forced
-    assert job_of(tool_choice="required").forced
+    assert not job_of(response_format={"type": "json_object"}).chosen.forced
+    assert job_of(tool_choice="required").chosen.forced
 
 
 def test_what_was_thought_before_calls_belongs_to_them_alone() -> None:
