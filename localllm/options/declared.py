@@ -431,7 +431,7 @@ class LoadOptions(_Checked):
         "most GB of the folder.  Prompts that were not used for the longest time are removed first, beginnings that "
         "several prompts share last.",
         "--prompt-cache-size",
-        none="4, or 5% of the free space if that is less",
+        none="4, or a twentieth of the free space if that is less",
     )
     cache_scope: CacheScope = _call_option(
         "all",
