@@ -301,7 +301,7 @@ class VisionModel(EncoderModel):
     merge: int = 1
     #: Side of a window in patches.
     window: int = 0
-    #: Position embeddings in the file [n, n_embd]; None if there are none.
+    #: Position embeddings in the file, [n, n_embd], or None.
     position_table: Any = None
     #: Rows before the patches, such as the row of a class token.
     n_before: ClassVar[int] = 0
