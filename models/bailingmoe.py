@@ -11,7 +11,6 @@ from localllm.models import llama
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats, interleave_pairs
-from localllm.models.rope import make_rope
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -37,4 +36,4 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 
 def record(m: Header) -> Graph:
-    return llama_like(m, make_rope(m, m.heads().key_dim, interleaved=True), m.experts())
+    return llama_like(m, experts=m.experts(), interleaved=True)

@@ -17,6 +17,7 @@ from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.config import Experts, FeedForward, Header, Heads, ModelMetadata
 from localllm.models.mtp import record_block
+from localllm.models.rope import make_rope
 from localllm.models.weights import Reshaped, Weights, slopes, split_rows
 from localllm.quant.types import GGMLType
 
@@ -172,7 +173,7 @@ def position_embedding(m: Header) -> RecordLayer:
 
 
 def llama_like(
-    m: Header, rope: g.Rope | Sequence[g.Rope | None], experts: Experts | None = None, **options: Any
+    m: Header, rope: g.Rope | Sequence[g.Rope | None] | None = None, experts: Experts | None = None, **options: Any
 ) -> Graph:
     """Record a decoder with Llama's layers. `llama_layer` documents ``options``."""
     return decoder(m, llama_layer(m, rope, experts, **options))
@@ -180,9 +181,10 @@ def llama_like(
 
 def llama_layer(
     m: Header,
-    rope: g.Rope | Sequence[g.Rope | None],
+    rope: g.Rope | Sequence[g.Rope | None] | None = None,
     experts: Experts | None = None,
     *,
+    interleaved: bool = False,
     windows: tuple[int | None, ...] | None = None,
     ffn_norm: str = "ffn_norm",
     activation: str = "silu",
@@ -194,7 +196,7 @@ def llama_layer(
     """Llama's layer: attention, then feed-forward, with an RMSNorm before each.
 
     Args:
-        rope: rotation of query and key, for all layers or one per layer.
+        rope: rotation of query and key, of all layers or one per layer; by default, `make_rope` with ``interleaved``.
         experts: None if every layer has an MLP.
         windows: window of each layer, from `Header.windows`; by default, no layer has a window.
         ffn_norm: name of the second norm.
@@ -205,6 +207,7 @@ def llama_layer(
         attention_options: other arguments of `attention`.
     """
     heads, ffn = m.heads_of_layers(), m.feed_forward(experts)
+    rope = make_rope(m, m.heads().key_dim, interleaved=interleaved) if rope is None else rope
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         number = min(at.number, m.config.n_layers - 1)  # a block after the last layer uses its settings
@@ -230,14 +233,19 @@ def gpt_like(
     *,
     activation: str,
     change_embedding: RecordLayer | None = None,
+    is_parallel: bool = False,
     **attention_options: Any,
 ) -> Graph:
-    """Record a decoder whose layers have LayerNorms and MLPs without a gate, as in GPT-2."""
+    """Record a decoder whose layers have LayerNorms and MLPs without a gate, as in GPT-2.
+
+    ``is_parallel``: whether the MLP reads the normed input of attention.
+    """
     heads, n_ff = m.heads(), m.mlp_width()
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        x = attention(at, layer_norm(at, "attn_norm", x), heads, rope, residual=x, **attention_options)
-        return mlp(at, layer_norm(at, "ffn_norm", x), n_ff, activation=activation, residual=x)
+        y = layer_norm(at, "attn_norm", x)
+        x = attention(at, y, heads, rope, residual=x, **attention_options)
+        return mlp(at, y if is_parallel else layer_norm(at, "ffn_norm", x), n_ff, activation=activation, residual=x)
 
     return decoder(m, layer, change_embedding=change_embedding, output_norm=layer_norm, norm_eps=m.layer_norm_eps)
 

@@ -12,7 +12,6 @@ from localllm.kernels.graph import Graph
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, interleave_query_and_key, rotated_part, unscaled
-from localllm.models.rope import make_rope
 
 HF_MEANT = {"topk_method": ("greedy",), "scoring_func": ("softmax",)}
 
@@ -42,5 +41,4 @@ def record(m: Header) -> Graph:
     is_ocr = m.config.architecture == "deepseek2-ocr"
     if is_ocr:
         m.meta.skip("attention.sliding_window")  # of Unlimited-OCR, whose decoder does not use it
-    rope = make_rope(m, m.heads().key_dim, interleaved=not is_ocr)
-    return llama_like(m, rope, m.experts(norm_topk_prob=False))
+    return llama_like(m, experts=m.experts(norm_topk_prob=False), interleaved=not is_ocr)

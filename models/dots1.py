@@ -6,10 +6,9 @@ from localllm.kernels.graph import Graph
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import routing_keys
-from localllm.models.rope import make_rope
 
 hf_keys = routing_keys
 
 
 def record(m: Header) -> Graph:
-    return llama_like(m, make_rope(m, m.heads().key_dim), m.experts(gating="sigmoid"), qk_norm="head")
+    return llama_like(m, experts=m.experts(gating="sigmoid"), qk_norm="head")

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.kernels.graph import Graph
 from localllm.models.blocks import llama_like
-from localllm.models.config import Header
 from localllm.models.hf_convert import rotated_part
-from localllm.models.rope import make_rope
 
-hf_keys = rotated_part
-
-
-def record(m: Header) -> Graph:
-    return llama_like(m, make_rope(m, m.heads().key_dim))
+hf_keys, record = rotated_part, llama_like

@@ -6,7 +6,6 @@ from localllm.kernels.graph import Graph
 from localllm.models.blocks import decoder, llama_layer
 from localllm.models.config import Header
 from localllm.models.hf_convert import GELU_TANH, add_one_to_norms
-from localllm.models.rope import make_rope
 
 #: In the configurations of the first release, "gelu" means the tanh form.
 HF_MEANT = {"hidden_act": (*GELU_TANH, "gelu"), "hidden_activation": GELU_TANH}
@@ -14,5 +13,5 @@ hf_tensor = add_one_to_norms
 
 
 def record(m: Header) -> Graph:
-    layer = llama_layer(m, make_rope(m, m.heads().key_dim), activation="gelu")
+    layer = llama_layer(m, activation="gelu")
     return decoder(m, layer, embedding_scale=m.config.n_embd**0.5)

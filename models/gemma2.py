@@ -9,7 +9,6 @@ from localllm.kernels.graph import Graph
 from localllm.models.blocks import decoder, llama_layer, read_softcap
 from localllm.models.config import Header
 from localllm.models.hf_convert import GELU_TANH, add_one_to_norms, gemma_keys, periodic_windows
-from localllm.models.rope import make_rope
 
 HF_MEANT = {"hidden_activation": GELU_TANH, "hidden_act": (), "sliding_window_size": ()}
 hf_tensor = add_one_to_norms
@@ -25,5 +24,5 @@ def record(m: Header) -> Graph:
     # Only for the scale, the 27B model (46 layers) divides the hidden width by the number of heads.
     scale = (d / heads.n if m.config.n_layers == 46 else heads.key_dim) ** -0.5
     options: Any = {"post_norm_eps": m.norm_eps, "activation": "gelu", "scale": scale, "softcap": softcap}
-    layer = llama_layer(m, make_rope(m, heads.key_dim), windows=m.windows(period=2, default=4096), **options)
+    layer = llama_layer(m, windows=m.windows(period=2, default=4096), **options)
     return decoder(m, layer, embedding_scale=d**0.5, softcap=read_softcap(m, "final_logit_softcapping"))

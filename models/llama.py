@@ -12,7 +12,6 @@ from localllm.kernels.graph import Graph
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import interleave_query_and_key, rotated_part
-from localllm.models.rope import make_rope
 
 hf_tensor = interleave_query_and_key
 
@@ -22,5 +21,4 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    rope = make_rope(m, m.heads().key_dim, interleaved=True)
-    return llama_like(m, rope, m.experts(), windows=m.windows(period=0))
+    return llama_like(m, experts=m.experts(), interleaved=True, windows=m.windows(period=0))

@@ -8,7 +8,6 @@ from localllm.kernels.graph import Graph
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import rotated_part
-from localllm.models.rope import make_rope
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -17,4 +16,4 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    return llama_like(m, make_rope(m, m.heads().key_dim, interleaved=True), qk_norm="head", norm_last=True)
+    return llama_like(m, interleaved=True, qk_norm="head", norm_last=True)

@@ -9,7 +9,6 @@ from localllm.kernels.graph import Graph
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import rotated_part
-from localllm.models.rope import make_rope
 
 HF_MEANT = {"scoring_func": ("sigmoid",)}
 
@@ -31,4 +30,4 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    return llama_like(m, make_rope(m, m.heads().key_dim), m.experts(gating="sigmoid"), qk_norm="row")
+    return llama_like(m, experts=m.experts(gating="sigmoid"), qk_norm="row")

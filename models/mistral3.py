@@ -8,7 +8,6 @@ from localllm.kernels.graph import Graph
 from localllm.models.blocks import llama_like, read_q_scale
 from localllm.models.config import Header
 from localllm.models.hf_convert import interleave_query_and_key, rotated_part
-from localllm.models.rope import make_rope
 
 hf_tensor = interleave_query_and_key
 
@@ -25,5 +24,5 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    rope = make_rope(m, m.heads().key_dim, interleaved=True)
-    return llama_like(m, rope, m.experts(), windows=m.windows(period=0), q_scale=read_q_scale(m))
+    options: Any = {"windows": m.windows(period=0), "q_scale": read_q_scale(m)}
+    return llama_like(m, experts=m.experts(), interleaved=True, **options)

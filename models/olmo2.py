@@ -5,8 +5,8 @@ In OLMo 3, three of four layers have a window. Only layers without a window have
 
 from __future__ import annotations
 
-from localllm.kernels.graph import Graph
-from localllm.models.blocks import llama_like
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import window_keys
 from localllm.models.rope import make_local_rope, make_rope
@@ -15,7 +15,14 @@ hf_keys = window_keys
 
 
 def record(m: Header) -> Graph:
-    dim, windows = m.heads().key_dim, m.windows(period=4)
-    rope, local_rope = make_rope(m, dim), make_local_rope(m, dim)
-    ropes = [local_rope if window else rope for window in windows]
-    return llama_like(m, ropes, windows=windows, pre_norms=False, post_norm_eps=m.norm_eps, qk_norm="row")
+    heads, n_ff, windows = m.heads(), m.mlp_width(), m.windows(period=4)
+    rope, local_rope = make_rope(m, heads.key_dim), make_local_rope(m, heads.key_dim)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        window = windows[at.number]
+        y = attention(at, x, heads, local_rope if window else rope, qk_norm="row", window=window)
+        x = add(at, norm(at, "post_attention_norm", y), x)
+        y = gated_mlp(at, x, n_ff)
+        return add(at, norm(at, "post_ffw_norm", y), x)
+
+    return decoder(m, layer)

@@ -8,7 +8,6 @@ from localllm.kernels.graph import Graph
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import expert_norm
-from localllm.models.rope import make_rope
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -16,4 +15,4 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    return llama_like(m, make_rope(m, m.heads().key_dim), m.experts(norm_topk_prob=False), qk_norm="row")
+    return llama_like(m, experts=m.experts(norm_topk_prob=False), qk_norm="row")

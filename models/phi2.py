@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from localllm.kernels.graph import Graph, Tensor
-from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
+from localllm.kernels.graph import Graph
+from localllm.models.blocks import gpt_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import GELU_TANH, parallel_keys
 from localllm.models.rope import make_rope
@@ -13,11 +13,4 @@ hf_keys = parallel_keys
 
 
 def record(m: Header) -> Graph:
-    heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim)
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        y = layer_norm(at, "attn_norm", x)
-        x = attention(at, y, heads, rope, qkv_bias=True, residual=x)
-        return mlp(at, y, n_ff, activation="gelu", residual=x)
-
-    return decoder(m, layer, output_norm=layer_norm, norm_eps=m.layer_norm_eps)
+    return gpt_like(m, make_rope(m, m.heads().key_dim), activation="gelu", qkv_bias=True, is_parallel=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from localllm.kernels.graph import Graph
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
-from localllm.models.rope import make_rope
 
 
 def record(m: Header) -> Graph:
-    return llama_like(m, make_rope(m, m.heads().key_dim), ffn_norm="post_attention_norm")
+    return llama_like(m, ffn_norm="post_attention_norm")

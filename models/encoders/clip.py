@@ -115,9 +115,6 @@ class Llava(VisionModel):
             x = self.vector_norm(x, "v.post_ln", self.eps)
         self.two_linears(self.joined(x), "mm.0", "mm.2")
 
-    def positions(self, rows: int, columns: int) -> Pixels:
-        return self.position_table
-
     def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         side = self.image_size // self.patch_size
         if self.newline is None:

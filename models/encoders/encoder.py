@@ -301,6 +301,8 @@ class VisionModel(EncoderModel):
     merge: int = 1
     #: Side of a window in patches.
     window: int = 0
+    #: Position embeddings in the file, [n, n_embd], or None.
+    position_table: Any = None
     #: Rows before the patches, such as the row of a class token.
     n_before: ClassVar[int] = 0
     #: Whether the key for the tanh form of GELU means exact GELU.
@@ -352,7 +354,8 @@ class VisionModel(EncoderModel):
 
     def positions(self, rows: int, columns: int) -> Pixels | None:
         """Return position embeddings of a grid of patches, by rows, [rows * columns, n_embd], or None if unused."""
-        return None
+        table: Pixels | None = self.position_table
+        return table
 
     def normalised(self, frame: NDArray[np.uint8]) -> Pixels:
         """Return the normalised values of pixels, [height, width, 3]."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require_same
+from localllm.models.encoders.encoder import EncoderCheckpoint, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import nearest_grid, resized, tiles
 from localllm.models.hf_convert import GELU, Array
 from localllm.models.weights import floats
@@ -82,9 +82,6 @@ class InternVL(VisionModel):
             x = self.vector_norm(x, "v.post_ln", self.eps)
         x = self.vector_norm(self.joined(x), "mm.model.mlp.0", 1e-5)
         self.two_linears(x, "mm.model.mlp.1", "mm.model.mlp.3")
-
-    def positions(self, rows: int, columns: int) -> Pixels:
-        return self.position_table
 
     def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         size, side = self.image_size, self.image_size // self.patch_size // self.merge

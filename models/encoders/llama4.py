@@ -76,9 +76,6 @@ class Llama4(VisionModel):
         # llama.cpp's converter of 2026 uses the name of Gemma 4's norm after attention.
         return super().norm(at, name if f"{name}.weight" in at.weights else "attn_post_norm", x)
 
-    def positions(self, rows: int, columns: int) -> Pixels:
-        return self.position_table
-
     def rows(self, frame: NDArray[np.uint8]) -> FrameRows:
         rows = super().rows(frame)
         rows.axes[1:, 1:] += 1  # only the class token is not rotated

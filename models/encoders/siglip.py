@@ -107,9 +107,6 @@ class Siglip(VisionModel):
         x = self.layers(self.embedded(self.patch_matrix(), has_positions=True))
         return self.vector_norm(x, "v.post_ln", self.eps)
 
-    def positions(self, rows: int, columns: int) -> Pixels:
-        return self.position_table
-
 
 class Gemma3(Siglip):
     marker = "<start_of_image>"
