@@ -1,37 +1,26 @@
-"""Compare the quantisers of localllm and llama.cpp: errors, times, types of tensors, and files.
+"""Compare the quantisers of localllm and llama.cpp: files, times, types of tensors, and divergence.
 
-    python -m tests.benchmarks.quantizers errors [TYPE …] [--real model.safetensors] [--rows 256]
     python -m tests.benchmarks.quantizers files [TYPE …] --model f16.gguf
     python -m tests.benchmarks.quantizers mixes
-    python -m tests.benchmarks.quantizers logits
     python -m tests.benchmarks.quantizers divergence --model f16.gguf --text calibration.txt --test other.txt
-    python -m tests.benchmarks.quantizers perplexity --model q4_0.gguf --base f16.gguf --test wiki.test.raw
 
-``errors`` encodes the same matrices with the same importance and threads: normally distributed values, values with
-heavy tails (Student's t with three degrees of freedom), and optionally a model's.  The error is the RMS of the
-(weighted) errors relative to the RMS of the values.  ``files`` quantises a file without importance, in turn, and
-compares the seconds and the bytes of each tensor of the type.  ``mixes`` compares the type of every tensor for every
-mix with files that ``llama_model_quantize`` writes for many kinds of models; the exit code is 1 if a type differs.
-``logits`` quantises a tiny model with every mix, and prints the distance between the logits of llama.cpp and localllm
-for the same file.  ``divergence`` quantises a real model with the same importance, and prints the Kullback-Leibler
-divergence from the original for llama.cpp's file, for localllm's, and for localllm's with error feedback.
-``perplexity`` measures a model and its divergence from another one on the first chunks of a text, with localllm's
-command and with llama.cpp's logits; the exit code is 1 if the results differ by more than 0.1 %.
+``files`` quantises a file without importance, in turn, and compares the seconds and the bytes of each tensor of the
+type.  ``mixes`` compares the type of every tensor for every mix with files that ``llama_model_quantize`` writes for
+many kinds of models; the exit code is 1 if a type differs.  ``divergence`` quantises a real model with the same
+importance, and prints the Kullback-Leibler divergence from the original for llama.cpp's file, for localllm's, and for
+localllm's with error feedback.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,119 +32,17 @@ from localllm.cli.chart import Point, svg_chart
 from localllm.evaluate import BaseLogits, divergence as divergence_of, perplexity
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.backend import CPUBackend
-from localllm.quant.encode import ENCODABLE, ROUNDED, quantize
-from localllm.quant.formats import dequantize
-from localllm.quant.types import BLOCK_SIZES, GGMLType
-from localllm.quantize import MIXES, ImportanceMatrix, plan, run
-from localllm.quantize.imatrix import ImatrixEntry
+from localllm.quant.encode import ROUNDED
+from localllm.quant.types import GGMLType
+from localllm.quantize import MIXES, plan, run
 from localllm.quantize.imatrix_collection import chunks, collect
 from localllm.quantize.mixes import chooser_for, fitting, layer_order, needs_importance
 from localllm.tokenizer import Tokenizer
-from tests.benchmarks.theirs import LlamaCpp, _binding
+from tests.benchmarks.theirs import _binding
 from tests.helpers.gguf_writer import write_gguf
-from tests.helpers.tiny_models import tiny_gguf
 
 Floats = npt.NDArray[np.float32]
-COLUMNS = 2048
 REPETITIONS = 3
-#: Types that llama.cpp encodes only with importance.
-NEEDS_IMPORTANCE = ("IQ2_XXS", "IQ2_XS", "IQ1_S", "IQ1_M")
-
-
-# -- Errors and times ----------------------------------------------------------------------------------------------
-
-
-def _ggml() -> Any:
-    _binding()
-    folder = Path(sys.modules["llama_cpp"].__file__ or "").parent / "lib"
-    library = ctypes.CDLL(str(next(folder.glob("libggml-base.*"))))
-    library.ggml_quantize_chunk.restype = ctypes.c_size_t
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, size, size, size, pointer]
-    return library
-
-
-def theirs(ggml: Any, values: Floats, type: GGMLType, weights: Floats | None, threads: int) -> npt.NDArray[np.uint8]:
-    """`quantize` with llama.cpp's encoder."""
-    n_rows, n = values.shape
-    out = np.empty((n_rows, BLOCK_SIZES[type].row_bytes(n)), np.uint8)
-    ggml.ggml_quantize_init(int(type))
-    address = None if weights is None else weights.ctypes.data
-
-    def work(first: int, last: int) -> None:
-        start = first * n
-        ggml.ggml_quantize_chunk(int(type), values.ctypes.data, out.ctypes.data, start, last - first, n, address)
-
-    cuts = [n_rows * i // threads for i in range(threads + 1)]
-    workers = [threading.Thread(target=work, args=cut) for cut in pairwise(cuts)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return out
-
-
-def matrices(rows: int, real: Path | None) -> Iterator[tuple[str, Floats]]:
-    rng = np.random.default_rng(0)
-    yield "normal", rng.standard_normal((rows, COLUMNS)).astype(np.float32)
-    yield "heavy tails", rng.standard_t(3, (rows, COLUMNS)).astype(np.float32)
-    if real is not None:
-        all_values = [v.ravel() for v in safetensors(real) if v.ndim == 2]
-        values = np.concatenate(all_values).astype(np.float32)
-        values = values[: len(values) // COLUMNS * COLUMNS].reshape(-1, COLUMNS)
-        yield "real", np.ascontiguousarray(values[:: max(len(values) // rows, 1)][:rows])
-
-
-def safetensors(path: Path) -> Iterator[Floats]:
-    """Yield the float32 weights of layers in a safetensors file."""
-    data = np.memmap(path, np.uint8, "r")
-    n = int(data[:8].view("<u8")[0])
-    for name, entry in json.loads(bytes(data[8 : 8 + n])).items():
-        if "layer" in name and entry["dtype"] == "F32":
-            first, last = (8 + n + offset for offset in entry["data_offsets"])
-            yield np.frombuffer(bytes(data[first:last]), "<f4").reshape(entry["shape"])
-
-
-def relative(values: Floats, back: Floats, weights: Floats | None) -> float:
-    w = 1.0 if weights is None else weights
-    wide = values.astype(np.float64)
-    return float(np.sqrt((w * (wide - back) ** 2).sum() / (w * wide**2).sum()))
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """Return the shortest of several times."""
-    times = []
-    for _ in range(REPETITIONS):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def errors(types: Sequence[GGMLType], rows: int, real: Path | None, threads: int) -> int:
-    ggml = _ggml()
-    weights_of = np.exp(1.5 * np.random.default_rng(1).standard_normal(COLUMNS)).astype(np.float32)
-    line = "{:<8} {:<12} {:<10} {:>9} {:>9} {:>7} {:>9} {:>9}"
-    print(line.format("type", "matrix", "importance", "ours", "theirs", "ratio", "ours ns", "theirs ns"))
-    for type in types:
-        quantize(np.ones((1, COLUMNS), np.float32), type)  # compiles
-        for name, values in matrices(rows, real):
-            for weights in (None, weights_of):
-                given = np.ones(COLUMNS, np.float32) if weights is None and type.name in NEEDS_IMPORTANCE else weights
-                ours = relative(values, dequantize(quantize(values, type, weights), type), weights)
-                other = relative(values, dequantize(theirs(ggml, values, type, given, threads), type), weights)
-                our_time = seconds(lambda: quantize(values, type, weights, threads))  # noqa: B023
-                their_time = seconds(lambda: theirs(ggml, values, type, given, threads))  # noqa: B023
-                ratio = ours / other if other else 1.0
-                per_value = 1e9 / values.size
-                print(
-                    line.format(
-                        type.name, name, "no" if weights is None else "yes", f"{ours:.5f}", f"{other:.5f}",
-                        f"{ratio:.3f}", f"{our_time * per_value:.1f}", f"{their_time * per_value:.1f}",
-                    ),
-                    flush=True,
-                )  # fmt: skip
-    return 0
 
 
 # -- Files ---------------------------------------------------------------------------------------------------------
@@ -285,33 +172,6 @@ def mixes(folder: Path) -> int:
     return int(n_different > 0)
 
 
-# -- Logits --------------------------------------------------------------------------------------------------------
-
-
-def logits(folder: Path) -> int:
-    source = tiny_gguf(folder / "model.gguf", hidden_size=256, intermediate_size=512, head_dim=64)
-    ids = list(range(5, 60))
-    with localllm.load(source, device="cpu") as llm:
-        original = llm.logits(ids, last=1)[0]
-    print(f"{'mix':<10} {'llama.cpp to localllm':>22} {'to the F32 model':>18}")
-    for mix in MIXES:
-        target = folder / f"{mix}.gguf"
-        with GGUFFile.open(source) as file:
-            ones = {name: ImatrixEntry(np.ones((1, t.shape[-1])), np.ones(1)) for name, t in file.tensors.items()}
-            list(run(plan(file, target, mix, imatrix=ImportanceMatrix(None, ones))))
-        with LlamaCpp(target, repack=False) as model:
-            found = model.context(1, 128, flash=False).logits(ids)
-        try:
-            with localllm.load(target, device="cpu") as llm:
-                ours = llm.logits(ids, last=1)[0]
-            apart = f"{np.linalg.norm(found - ours) / np.linalg.norm(found):.5f}"
-        except localllm.LocalLLMError as error:
-            apart = str(error)
-        lost = np.linalg.norm(found - original) / np.linalg.norm(original)
-        print(f"{mix:<10} {apart:>22} {lost:>18.5f}", flush=True)
-    return 0
-
-
 # -- Divergence from the original ----------------------------------------------------------------------------------
 
 
@@ -355,46 +215,11 @@ def divergence(
     return 0
 
 
-def perplexities(folder: Path, model: Path, original: Path, test: Path, context: int, n: int) -> int:
-    with localllm.load(original, device="cpu", context=context) as llm:
-        first = perplexity(
-            llm, test.read_text(encoding="utf-8"), context=context, chunks=n, save_logits=folder / "base"
-        ).perplexity
-        bos = llm.tokenizer.bos_id if llm.tokenizer.add_bos else None
-    base = BaseLogits.read(folder / "base")
-    with localllm.load(model, device="cpu", context=context) as llm:
-        found = divergence_of(llm, base)
-    ours = [first.value, found.perplexity.perplexity.value, found.kl.value]
-    theirs = []
-    for path in (original, model):
-        nll, kl = [], []
-        with LlamaCpp(path, repack=False) as llama:
-            sequence = llama.context(1, context, flash=False)
-            for chunk, tokens in enumerate(base.tokens):
-                ids = [int(tokens[0]) if bos is None else bos, *tokens[1:].tolist()]
-                for i, expected in enumerate(base.log_probabilities(chunk), context // 2 + 1):
-                    row = sequence.logits(ids[:i]).astype(np.float64)
-                    row -= row.max() + np.log(np.exp(row - row.max()).sum())
-                    nll.append(-row[ids[i]])
-                    counts = expected > -16
-                    kl.append((np.exp(expected[counts]) * (expected[counts] - row[counts])).sum())
-                sequence.forget()
-        theirs.append(np.exp(np.mean(nll)))
-    theirs.append(np.mean(kl))
-    for name, mine, its in zip(("perplexity of the base", "perplexity", "KL divergence"), ours, theirs, strict=True):
-        print(f"{name:<24} {mine:.6f} llama.cpp {its:.6f} ({mine / its - 1:+.4%})")
-    return int(not np.allclose(ours, theirs, rtol=1e-3))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("errors", "files", "mixes", "logits", "divergence", "perplexity"))
+    parser.add_argument("what", choices=("files", "mixes", "divergence"))
     parser.add_argument("types", nargs="*", type=GGMLType.__getitem__, metavar="TYPE")
-    parser.add_argument("--real", type=Path, metavar="FILE", help="a safetensors file")
-    parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--model", type=Path, help="a GGUF file of floats")
-    parser.add_argument("--base", type=Path, help="the original file")
-    parser.add_argument("--chunks", type=int, default=20)
     parser.add_argument("--text", type=Path, help="text for the measurement of importance")
     parser.add_argument("--test", type=Path, help="text for the measurement of divergence")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="file for a chart of divergence over file size")
@@ -402,18 +227,12 @@ def main() -> int:
     parser.add_argument("-t", "--threads", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.what == "errors":
-            return errors(arguments.types or ENCODABLE, arguments.rows, arguments.real, arguments.threads)
+        if arguments.what == "mixes":
+            return mixes(Path(folder))
         if arguments.what == "files":
             return files(Path(folder), arguments.model, arguments.types or ROUNDED, arguments.threads)
-        if arguments.what == "divergence":
-            given = arguments.model, arguments.text, arguments.test, arguments.context, arguments.threads
-            return divergence(Path(folder), *given, arguments.svg)
-        if arguments.what == "perplexity":
-            return perplexities(
-                Path(folder), arguments.model, arguments.base, arguments.test, arguments.context, arguments.chunks
-            )
-        return (mixes if arguments.what == "mixes" else logits)(Path(folder))
+        given = arguments.model, arguments.text, arguments.test, arguments.context, arguments.threads
+        return divergence(Path(folder), *given, arguments.svg)
 
 
 if __name__ == "__main__":
