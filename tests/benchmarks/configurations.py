@@ -36,6 +36,7 @@ from localllm.errors import LocalLLMError
 from localllm.loading.devices import open_devices
 from localllm.loading.media_encoder import MediaEncoder
 from localllm.quantize import plan, run
+from tests.helpers.checkpoints import parsed
 from tests.helpers.recorder import ReferenceOps
 from tests.helpers.run_model import Runner
 from tests.models.tiny import ENCODERS, TINY, make_model, save, write_pooling
@@ -46,51 +47,29 @@ MODELS = TINY | ENCODERS
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
 
 #: Keys that describe no computation; changing them tells nothing.
-_NOT_CHANGED = (
-    "architectures",
-    "transformers_version",
-    "model_type",
-    "dtype",
-    "torch_dtype",
-    "vocab_size",
-    "auto_map",
-    "image_processor_type",
-)
+_NAMES = "architectures transformers_version model_type dtype torch_dtype vocab_size auto_map image_processor_type"
+_NOT_CHANGED = _NAMES.split()
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 #: Rotations, each with what it needs.
-_ROPES: tuple[dict[str, Any], ...] = (
-    {"rope_type": "default"},
-    {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "dynamic", "factor": 2.0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-    {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.9,
-    },
-    {
-        "rope_type": "yarn",
-        "factor": 3.0,
-        "original_max_position_embeddings": 32,
-        "truncate": False,
-        "beta_fast": 20.0,
-    },
-    {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 32, "attention_factor": 0.8},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    | {"original_max_position_embeddings": 32},
-)
+_ROPES = [
+    parsed(text)
+    for text in (
+        "rope_type=default",
+        "rope_type=linear factor=2.0",
+        "rope_type=dynamic factor=2.0",
+        "rope_type=yarn factor=4.0 original_max_position_embeddings=32",
+        "rope_type=yarn factor=4.0 original_max_position_embeddings=16 mscale=0.7 mscale_all_dim=0.9",
+        "rope_type=yarn factor=3.0 original_max_position_embeddings=32 truncate=False beta_fast=20.0",
+        "rope_type=yarn factor=3.0 original_max_position_embeddings=32 attention_factor=0.8",
+        "rope_type=llama3 factor=8.0 low_freq_factor=1.0 high_freq_factor=4.0 original_max_position_embeddings=32",
+    )
+]
 _STRINGS: dict[str, tuple[str, ...]] = {
     "position_embedding_type": ("absolute", "relative_key"),
-    "hidden_act": _ACTIVATIONS,
-    "hidden_activation": _ACTIVATIONS,
-    "activation_function": _ACTIVATIONS,
-    "mlp_hidden_act": _ACTIVATIONS,
-    "activation": _ACTIVATIONS,
+    **{f"{name}_act": _ACTIVATIONS for name in ("hidden", "mlp_hidden", "projector_hidden")},
+    **dict.fromkeys(("hidden_activation", "activation_function", "activation", "dense_act_fn"), _ACTIVATIONS),
     "feed_forward_proj": ("relu", "gated-gelu", "gated-silu"),
-    "dense_act_fn": _ACTIVATIONS,
     "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"),
     "scoring_func": ("softmax", "sigmoid"),
     "expert_selection_fn": ("softmax", "sigmoid"),
@@ -98,7 +77,6 @@ _STRINGS: dict[str, tuple[str, ...]] = {
     "output_gate_type": ("sigmoid", "silu"),
     "gating": ("per-head", "per-element"),
     "vision_feature_select_strategy": ("default", "full"),
-    "projector_hidden_act": _ACTIVATIONS,
     "interpolate_mode": ("bilinear", "bicubic"),
     "downsample_mode": ("4x", "16x"),
     "norm_type": ("layer_norm", "rms_norm"),

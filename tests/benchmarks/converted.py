@@ -30,6 +30,7 @@ from localllm.errors import LocalLLMError
 from localllm.gguf import GGUFFile, TensorInfo
 from localllm.models.registry import ARCHITECTURES
 from localllm.quant.types import GGMLType
+from tests.helpers.checkpoints import parsed
 from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner
 from tests.models.tiny import ENCODERS, TINY, make_model, write
@@ -123,127 +124,74 @@ def differences(ours: Path, theirs: Path) -> list[str]:
 #: without experts.
 OTHERWISE = {"deepseek-v3-old", "granite-4", "granite-4-moe", "llama4", "qwen3next-old", "youtu"}
 
+
+def as_released(settings: str) -> dict[str, Any]:
+    return {"model_type": "released", **parsed(settings)}
+
+
+UNSET = dict.fromkeys(("num_key_value_heads", "rms_norm_eps", "rope_parameters"))
 #: Settings of released models that differ from what transformers writes today.
 RELEASED: dict[str, dict[str, Any]] = {
-    "bailingmoe2": {
-        "model_type": "released",
-        "architectures": ["BailingMoeV2ForCausalLM"],
-        "num_experts": 8,
-        "num_shared_experts": 1,
-    },
-    "bailingmoe3": {
-        "model_type": "released",
-        "architectures": ["BailingMoeV3ForCausalLM"],
-        "no_kda_lora": True,
-        "n_group": 4,
-        "norm_topk_prob": True,
-        "gated_attention_proj_granularity_type": "head_wise",
-        "num_experts": 8,
-        "num_shared_experts": 2,
-        "moe_shared_expert_intermediate_size": 96,
-    },
-    "bert": {"num_key_value_heads": None, "rms_norm_eps": None, "rope_parameters": None},
-    "xlm-roberta": {"num_key_value_heads": None, "rms_norm_eps": None, "rope_parameters": None},
+    "bailingmoe2": as_released("architectures=['BailingMoeV2ForCausalLM'] num_experts=8 num_shared_experts=1"),
+    "bailingmoe3": as_released("""
+        architectures=['BailingMoeV3ForCausalLM'] no_kda_lora=True n_group=4 norm_topk_prob=True num_experts=8
+        gated_attention_proj_granularity_type=head_wise num_shared_experts=2 moe_shared_expert_intermediate_size=96
+    """),
+    "bert": UNSET,
+    "xlm-roberta": UNSET,
     "cohere2": {"rotary_pct": 1.0},
     "command-r": {"head_dim": None},
     "command-r-plus": {"head_dim": None},
     "deepseek": {"first_k_dense_replace": 1},
-    "deepseek-ocr": {
-        "model_type": "released",
-        "architectures": ["DeepseekOCRForCausalLM"],
-        "first_k_dense_replace": 1,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 0,
-    },
+    "deepseek-ocr": as_released("""
+        architectures=['DeepseekOCRForCausalLM'] first_k_dense_replace=1 qk_rope_head_dim=16 qk_nope_head_dim=0
+    """),
     "eurobert": {"classifier_pooling": "mean"},
     "falcon": {"num_kv_heads": 1},
-    "glm-5.3": {
-        "model_type": "released",
-        "mla_use_nope": True,
-        "first_k_dense_replace": 1,
-        "linear_attn_config": {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0},
-    },
+    "glm-5.3": as_released("mla_use_nope=True first_k_dense_replace=1")
+    | {"linear_attn_config": parsed("head_dim=16 num_heads=4 short_conv_kernel_size=4 gate_lower_bound=-5.0")},
     "gpt2": {"n_ctx": 128},
-    "gptneox": {"model_type": "released", "rotary_pct": 0.5},
-    "gptneox-serial": {"model_type": "released", "rotary_pct": 0.5},
+    "gptneox": as_released("rotary_pct=0.5"),
+    "gptneox-serial": as_released("rotary_pct=0.5"),
     "granite-swa": {"no_rope_layers": [0, 1, 1, 1]},
     "granite-4": {"layer_types": ["attention"] * 4},
     "granite-4-moe": {"layer_types": ["attention"] * 4},
     "granitehybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "granitehybrid-moe": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "mamba2": {"intermediate_size": None},
-    "mimo2": {
-        "model_type": "released",
-        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
-        **{f"swa_{key}": value for key, value in (("head_dim", 16), ("v_head_dim", 8), ("num_attention_heads", 4))},
-        "swa_num_key_value_heads": 2,
-        "topk_method": "noaux_tc",
-        "layernorm_epsilon": 1e-5,
-        "rope_parameters": None,
-        "rope_theta": 10_000.0,
-        "swa_rope_theta": 500.0,
-        "partial_rotary_factor": 0.5,
-    },
+    "mimo2": as_released("""
+        hybrid_layer_pattern=[0,1,1,1,1,0,1] swa_head_dim=16 swa_v_head_dim=8 swa_num_attention_heads=4
+        swa_num_key_value_heads=2 topk_method=noaux_tc layernorm_epsilon=1e-5 rope_parameters=None rope_theta=10_000.0
+        swa_rope_theta=500.0 partial_rotary_factor=0.5
+    """),
     "minimax-m2": {"rotary_dim": 8},
-    "minimax-m3": {
-        "model_type": "released",
-        "n_shared_experts": 1,
-        "rotary_dim": 8,
-        "moe_layer_freq": [0, 1, 1, 1],
-        "sparse_attention_config": {
-            "sparse_num_index_heads": 2,
-            "sparse_index_dim": 32,
-            "sparse_block_size": 4,
-            "sparse_topk_blocks": 3,
-            "sparse_local_block": 1,
-        },
+    "minimax-m3": as_released("n_shared_experts=1 rotary_dim=8 moe_layer_freq=[0,1,1,1]")
+    | {
+        "sparse_attention_config": parsed("""
+        sparse_num_index_heads=2 sparse_index_dim=32 sparse_block_size=4 sparse_topk_blocks=3 sparse_local_block=1
+    """)
     },
-    "modern-bert": {
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "rms_norm_eps": None,
-        "layer_norm_eps": 1e-5,
-    },
-    "nemotron-h": {
-        "model_type": "released",
-        "num_hidden_layers": 5,
-        "layers_block_type": None,
-        "hybrid_override_pattern": "M-*M-",
-        "num_experts_per_tok": None,
-        "n_routed_experts": None,
-        "n_group": None,
-        "topk_group": None,
-        "moe_intermediate_size": None,
-        "moe_shared_expert_intermediate_size": None,
-    },
-    "exaone": {"model_type": "released", "architectures": ["ExaoneForCausalLM"], "activation_function": "silu"},
-    "jina-bert-v2": {"num_key_value_heads": None, "rms_norm_eps": None, "rope_parameters": None},
+    "modern-bert": parsed("num_key_value_heads=None head_dim=None rms_norm_eps=None layer_norm_eps=1e-5"),
+    "nemotron-h": as_released("""
+        num_hidden_layers=5 layers_block_type=None hybrid_override_pattern=M-*M- num_experts_per_tok=None n_group=None
+        n_routed_experts=None topk_group=None moe_intermediate_size=None moe_shared_expert_intermediate_size=None
+    """),
+    "exaone": as_released("architectures=['ExaoneForCausalLM'] activation_function=silu"),
+    "jina-bert-v2": UNSET,
     "mpt": {"architectures": ["MPTForCausalLM"]},
     "mpt-positions": {"architectures": ["MPTForCausalLM"]},
     "neo-bert": dict.fromkeys(("classifier_pooling", "num_key_value_heads", "head_dim")),
     "qwen": {"rms_norm_eps": 1e-5},
-    "qwen4exp": {"model_type": "released", "layer_types": ["linear_attention", "full_attention"] * 2},
-    "step35": {
-        "model_type": "released",
-        "num_attention_groups": 2,
-        "norm_expert_weight": True,
-        "moe_num_experts": 6,
-        "moe_top_k": 2,
-        "moe_layers_enum": "1,2,3",
-        "attention_other_setting": {"num_attention_heads": 6},
-        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
-    },
-    "nomic-bert": {
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "rms_norm_eps": None,
-        "n_positions": 8192,
-        "activation_function": "swiglu",
-        "prenorm": False,
-        **dict.fromkeys(("causal", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), False),
-        "rotary_emb_fraction": 1.0,
-        "rotary_emb_interleaved": False,
-    },
+    "qwen4exp": as_released("layer_types=['linear_attention','full_attention','linear_attention','full_attention']"),
+    "step35": as_released("""
+        num_attention_groups=2 norm_expert_weight=True moe_num_experts=6 moe_top_k=2 moe_layers_enum='1,2,3'
+        attention_other_setting={'num_attention_heads':6} partial_rotary_factors=[0.5,1.0,1.0,1.0]
+    """),
+    "nomic-bert": parsed("""
+        num_key_value_heads=None head_dim=None rms_norm_eps=None n_positions=8192 activation_function=swiglu
+        prenorm=False causal=False qkv_proj_bias=False mlp_fc1_bias=False mlp_fc2_bias=False rotary_emb_fraction=1.0
+        rotary_emb_interleaved=False
+    """),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,19 @@ from numpy.typing import NDArray
 from localllm.tokenizer.encoders import sentencepiece_model
 from localllm.tokenizer.vocabulary import Vocabulary
 from tests.helpers import tiny_models
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Parse settings such as ``width=64 type=yarn``: Python literals, and strings without quotes."""
+    values: dict[str, Any] = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        try:
+            values[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            values[name] = value
+    return values
+
 
 _DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int32": "I32", "int8": "I8", "uint8": "U8"}
 

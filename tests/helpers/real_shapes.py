@@ -25,7 +25,7 @@ from localllm.convert import Checkpoint
 from localllm.gguf import GGUFFile
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
 from localllm.quantize import plan, run
-from tests.helpers.checkpoints import write_tokenizer
+from tests.helpers.checkpoints import parsed, write_tokenizer
 from tests.models.tiny import random_values
 
 #: Number of random values generated at a time; larger tensors repeat them.
@@ -50,108 +50,45 @@ class RealShape:
 
 
 def _qwen35(width: int, n_ff: int, n_heads: int, n_value_heads: int) -> dict[str, Any]:
-    return {
-        "hidden_size": width,
-        "intermediate_size": n_ff,
-        "num_attention_heads": n_heads,
-        "num_key_value_heads": n_heads // 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": n_value_heads,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "vocab_size": 248_320,
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000_000.0,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [11, 11, 10],
-        },
-    }
+    rope = parsed("rope_type=default rope_theta=1e7 partial_rotary_factor=0.25 mrope_section=[11,11,10]")
+    return parsed(
+        f"hidden_size={width} intermediate_size={n_ff} num_attention_heads={n_heads} "
+        f"num_key_value_heads={n_heads // 4} head_dim=256 linear_num_key_heads=16 "
+        f"linear_num_value_heads={n_value_heads} linear_key_head_dim=128 linear_value_head_dim=128 "
+        "vocab_size=248_320 tie_word_embeddings=True"
+    ) | {"rope_parameters": rope}
 
 
 #: DeepSeek's latent attention and experts, reduced to eight narrower layers: 2.6 B parameters, 0.5 B active.
-_LATENT_EXPERTS: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "q_lora_rank": 768,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 0,
-    "mlp_layer_types": ["sparse"],
-    "n_group": 1,
-    "topk_group": 1,
-    "vocab_size": 50_304,
-    "max_position_embeddings": 65_536,
-    "tie_word_embeddings": False,
-}
-
+_LATENT_EXPERTS = parsed("""
+    hidden_size=2048 intermediate_size=6144 moe_intermediate_size=768 num_attention_heads=16 num_key_value_heads=16
+    q_lora_rank=768 kv_lora_rank=512 qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=128 n_routed_experts=64
+    num_experts_per_tok=8 n_shared_experts=1 first_k_dense_replace=0 mlp_layer_types=["sparse"] n_group=1 topk_group=1
+    vocab_size=50_304 max_position_embeddings=65_536 tie_word_embeddings=False
+""")
+#: Sparse attention for the same shape.
+_SPARSE = parsed("index_n_heads=16 index_head_dim=128 index_topk=2048")
+_GEMMA3 = parsed("""
+    hidden_size=2560 intermediate_size=10_240 num_attention_heads=8 num_key_value_heads=4 head_dim=256
+    vocab_size=262_144 sliding_window=1024 tie_word_embeddings=True
+""")
+#: 6.8 B parameters, 1.1 B active.
+_QWEN3_MOE = parsed("""
+    hidden_size=2048 moe_intermediate_size=1024 num_attention_heads=16 num_key_value_heads=4 head_dim=128
+    num_experts=64 num_experts_per_tok=8 norm_topk_prob=True vocab_size=50_304 tie_word_embeddings=False
+""")
+_GPT_OSS = parsed("""
+    hidden_size=2880 intermediate_size=2880 num_attention_heads=64 num_key_value_heads=8 head_dim=64
+    num_local_experts=32 num_experts_per_tok=4 vocab_size=201_088 tie_word_embeddings=False
+""")
 REAL_SHAPES = {
     "qwen35-0.8b": RealShape("qwen3_5_text", 24, 4, _qwen35(1024, 3584, 8, 16)),
     "qwen35-4b": RealShape("qwen3_5_text", 32, 4, _qwen35(2560, 9216, 16, 32)),
-    "gemma3-4b": RealShape(
-        "gemma3_text",
-        34,
-        6,
-        {
-            "hidden_size": 2560,
-            "intermediate_size": 10_240,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "vocab_size": 262_144,
-            "sliding_window": 1024,
-            "tie_word_embeddings": True,
-        },
-    ),
-    # 6.8 B parameters, 1.1 B active.
-    "qwen3moe-7b": RealShape(
-        "qwen3_moe",
-        16,
-        2,
-        {
-            "hidden_size": 2048,
-            "moe_intermediate_size": 1024,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "vocab_size": 50_304,
-            "tie_word_embeddings": False,
-        },
-    ),
-    # The same shape with sparse and with dense attention.
-    "deepseek32-2.6b": RealShape(
-        "deepseek_v32", 8, 1, _LATENT_EXPERTS | {"index_n_heads": 16, "index_head_dim": 128, "index_topk": 2048}
-    ),
+    "gemma3-4b": RealShape("gemma3_text", 34, 6, _GEMMA3),
+    "qwen3moe-7b": RealShape("qwen3_moe", 16, 2, _QWEN3_MOE),
+    "deepseek32-2.6b": RealShape("deepseek_v32", 8, 1, _LATENT_EXPERTS | _SPARSE),
     "deepseek3-2.6b": RealShape("deepseek_v3", 8, 1, _LATENT_EXPERTS),
-    "gpt-oss-2-layers": RealShape(
-        "gpt_oss",
-        2,
-        2,
-        {
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "vocab_size": 201_088,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "gpt-oss-2-layers": RealShape("gpt_oss", 2, 2, _GPT_OSS),
 }
 
 

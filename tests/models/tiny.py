@@ -21,7 +21,7 @@ from localllm.gguf.writer import read_back
 from localllm.models import deepseek2, qwen3next, qwen35
 from localllm.models.registry import ARCHITECTURES, Conversion
 from localllm.quantize import plan, run
-from tests.helpers.checkpoints import write_tokenizer
+from tests.helpers.checkpoints import parsed, write_tokenizer
 
 Array = NDArray[np.float32]
 
@@ -51,52 +51,25 @@ class Tiny:
 
 
 #: Two groups of heads, a width that is not a multiple of a block or tile, and few tokens.
-CONFIG: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 172,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attn_implementation": "eager",
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
+CONFIG: dict[str, Any] = parsed("""
+    hidden_size=64 intermediate_size=172 num_hidden_layers=4 num_attention_heads=4 num_key_value_heads=2 head_dim=16
+    vocab_size=300 max_position_embeddings=128 rms_norm_eps=1e-5 tie_word_embeddings=False pad_token_id=0
+    bos_token_id=1 eos_token_id=2 attn_implementation=eager
+""")
+YARN = parsed("""
+    rope_type=yarn rope_theta=10_000.0 factor=4.0 original_max_position_embeddings=32 beta_fast=32.0 beta_slow=1.0
+""")
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = parsed("""
+    rope_type=llama3 rope_theta=10_000.0 factor=8.0 low_freq_factor=1.0 high_freq_factor=4.0
+    original_max_position_embeddings=32
+""")
 
 
-DELTA_NET: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5},
-}
-KIMI_DELTA_NET = {
-    "head_dim": 16,
-    "num_heads": 4,
-    "short_conv_kernel_size": 4,
+DELTA_NET: dict[str, Any] = parsed("""
+    linear_num_key_heads=2 linear_num_value_heads=4 linear_key_head_dim=16 linear_value_head_dim=16
+""") | {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}
+KIMI_DELTA_NET = parsed("head_dim=16 num_heads=4 short_conv_kernel_size=4") | {
     "full_attn_layers": [2, 5],
     "kda_layers": [1, 3, 4],
 }
@@ -115,12 +88,7 @@ QWEN4EXP = (
     | {"ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 3}
 )
 WINDOW = {"sliding_window": 7}
-GRANITE = {
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 2.5,
-}
+GRANITE = parsed("attention_multiplier=0.2 embedding_multiplier=3.0 residual_multiplier=0.4 logits_scaling=2.5")
 LINEAR = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 8.0}
 
 #: Scalar and list multipliers, which the converter applies to matrices.
@@ -135,35 +103,21 @@ FALCON_MULTIPLIERS = (
 )
 HALF_ROTATED = {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}
 LOCAL_HALF = HALF_ROTATED["rope_parameters"] | {"rope_theta": 500.0}
-NEMOTRON = {
-    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
-    "ssm_state_size": 16,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "n_groups": 2,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "moe_shared_expert_intermediate_size": 80,
-    "routed_scaling_factor": 1.5,
-}
+NEMOTRON = parsed("""
+    ssm_state_size=16 mamba_num_heads=8 mamba_head_dim=16 n_groups=2 n_routed_experts=6 num_experts_per_tok=2
+    moe_intermediate_size=48 moe_shared_expert_intermediate_size=80 routed_scaling_factor=1.5
+""") | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]}
 NEMOTRON_MOE = NEMOTRON | {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
 }
-MAMBA = {
-    "intermediate_size": 128,
-    "state_size": 16,
-    "time_step_rank": 6,
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-}
-GRANITE_HYBRID = GRANITE | {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "mamba_d_state": 16,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-}
+MAMBA = parsed("""
+    intermediate_size=128 state_size=16 time_step_rank=6 layer_norm_epsilon=1e-5 tie_word_embeddings=True
+""")
+GRANITE_HYBRID = (
+    GRANITE
+    | parsed("mamba_d_state=16 mamba_n_heads=8 mamba_d_head=16 mamba_n_groups=1")
+    | {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
+)
 LFM2 = {
     "tie_word_embeddings": True,
     "layer_types": ["conv", "full_attention", "conv", "full_attention"],
@@ -193,41 +147,20 @@ LAGUNA = (
         },
     }
 )
-LLAMA4 = LOCAL_MIXTURE | {
-    "num_experts_per_tok": 1,
-    "interleave_moe_layer_step": 2,
-    "intermediate_size_mlp": 172,
-    "num_hidden_layers": 8,
-}
+LLAMA4 = LOCAL_MIXTURE | parsed("""
+    num_experts_per_tok=1 interleave_moe_layer_step=2 intermediate_size_mlp=172 num_hidden_layers=8
+""")
 STABLELM = HALF_ROTATED | {"rms_norm_eps": None}
 NEOX = STABLELM | {"num_key_value_heads": 4}
 COHERE = {"rms_norm_eps": None, "tie_word_embeddings": True, "logit_scale": 0.3, "rope_parameters": PLAIN_ROPE}
-LATENTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "n_group": 4,
-    "topk_group": 2,
-}
+LATENTS = parsed("""
+    num_key_value_heads=4 head_dim=32 q_lora_rank=48 kv_lora_rank=64 qk_nope_head_dim=32 qk_rope_head_dim=32
+    v_head_dim=32 n_routed_experts=8 n_shared_experts=2 num_experts_per_tok=2 moe_intermediate_size=48
+    first_k_dense_replace=1 norm_topk_prob=True routed_scaling_factor=1.5 n_group=4 topk_group=2
+""")
 INDEXER = {"index_n_heads": 8, "index_head_dim": 48, "index_topk": 24}
-HY_V4 = {
-    "n_group": 1,
-    "topk_group": 1,
-    "swiglu_limit": 0.7,
-    "hc_magnitude": 1.7,
-    "hc_eps": 1e-3,
-    "indexer_types": ["full", "shared", "full", "shared"],
+HY_V4 = parsed("n_group=1 topk_group=1 swiglu_limit=0.7 hc_magnitude=1.7 hc_eps=1e-3") | {
+    "indexer_types": ["full", "shared", "full", "shared"]
 }
 GLM53 = {
     "text_config": CONFIG
@@ -241,76 +174,38 @@ GLM53 = {
     "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 32}
     | {"projection_intermediate_size": 32, "image_size": 28},
 }
-DEEPSEEK4 = {
-    "num_hidden_layers": 5,
-    "intermediate_size": None,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "partial_rotary_factor": 0.25,
-    "q_lora_rank": 48,
-    "o_groups": 2,
-    "o_lora_rank": 32,
-    "sliding_window": 7,
-    "index_n_heads": 8,
-    "index_head_dim": 32,
-    "index_topk": 4,
-    "layer_types": [
-        "sliding_attention",
-        *["compressed_sparse_attention", "heavily_compressed_attention"] * 2,
-    ],
+DEEPSEEK4 = parsed("""
+    num_hidden_layers=5 intermediate_size=None num_key_value_heads=1 head_dim=64 partial_rotary_factor=0.25
+    q_lora_rank=48 o_groups=2 o_lora_rank=32 sliding_window=7 index_n_heads=8 index_head_dim=32 index_topk=4
+    n_routed_experts=8 num_experts_per_tok=2 moe_intermediate_size=48 swiglu_limit=0.7 hc_eps=1e-3
+    hc_sinkhorn_iters=3 rope_theta=10_000.0 compress_rope_theta=160_000.0
+""") | {
+    "layer_types": ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2],
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
     "mlp_layer_types": [*["hash_moe"] * 2, *["moe"] * 3],
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "swiglu_limit": 0.7,
-    "hc_eps": 1e-3,
-    "hc_sinkhorn_iters": 3,
-    "rope_theta": 10_000.0,
-    "compress_rope_theta": 160_000.0,
     "rope_parameters": {
         "main": PLAIN_ROPE | {"partial_rotary_factor": 0.25},
         "compress": YARN | {"rope_theta": 160_000.0, "partial_rotary_factor": 0.25, "attention_factor": 1.0},
     },
 }
-AFMOE = {
-    "num_shared_experts": 2,
-    "num_dense_layers": 1,
-    "route_scale": 1.5,
-    "mup_enabled": True,
-    "global_attn_every_n_layers": 4,
-}
+AFMOE = parsed("""
+    num_shared_experts=2 num_dense_layers=1 route_scale=1.5 mup_enabled=True global_attn_every_n_layers=4
+""")
 NORTH = (
     COHERE
     | WINDOW
     | MIXTURE
-    | {
-        "rms_norm_eps": 1e-5,
-        "intermediate_size": 48,
-        "prefix_dense_intermediate_size": 172,
-        "first_k_dense_replace": 2,
-        "num_shared_experts": 2,
-        "norm_topk_prob": False,
-        "expert_selection_fn": "sigmoid",
-    }
+    | parsed("""
+        rms_norm_eps=1e-5 intermediate_size=48 prefix_dense_intermediate_size=172 first_k_dense_replace=2
+        num_shared_experts=2 norm_topk_prob=False expert_selection_fn=sigmoid
+    """)
 )
-FALCON = {
-    "rms_norm_eps": None,
-    "tie_word_embeddings": True,
-    "alibi": False,
-    "bias": False,
-    "hidden_size": 128,
-    "head_dim": None,
-}
+FALCON = parsed("""
+    rms_norm_eps=None tie_word_embeddings=True alibi=False bias=False hidden_size=128 head_dim=None
+""")
 NEMOTRON_DENSE = HALF_ROTATED | {"rms_norm_eps": None}
-VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "embed_dim": 32,
-    "out_hidden_size": 64,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "deepstack_visual_indexes": [0],
+VISION = parsed("depth=1 hidden_size=32 embed_dim=32 out_hidden_size=64 intermediate_size=32 num_heads=2") | {
+    "deepstack_visual_indexes": [0]
 }
 
 
@@ -337,28 +232,21 @@ MINIMAX_M3 = {
 }
 MUSE_GLIMMER = {
     "text_config": CONFIG | WINDOW | {"output_multiplier": 0.7, "final_logit_softcapping": 3.0},
-    "vision_config": {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "patch_size": 4,
-        "pos_emb_height": 4,
-        "pos_emb_width": 4,
-    },
+    "vision_config": parsed("""
+        hidden_size=32 intermediate_size=32 num_hidden_layers=1 num_attention_heads=2 patch_size=4 pos_emb_height=4
+        pos_emb_width=4
+    """),
 }
 STEP35 = {
     "text_config": CONFIG
     | WINDOW
+    | parsed("""
+        num_sliding_attention_heads=6 n_routed_experts=6 num_experts_per_tok=2 moe_intermediate_size=48
+        share_expert_dim=80 moe_router_scaling_factor=1.5
+    """)
     | {
         "layer_types": ["full_attention", *["sliding_attention"] * 3],
-        "num_sliding_attention_heads": 6,
         "mlp_layer_types": ["dense", *["sparse"] * 3],
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "share_expert_dim": 80,
-        "moe_router_scaling_factor": 1.5,
         "swiglu_limits": [None, None, 0.0, 0.7],
         "swiglu_limits_shared": [None, None, 0.0, 0.5],
         "rope_parameters": {
@@ -368,37 +256,22 @@ STEP35 = {
     },
     "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
 }
-LING3 = LATENTS | {
-    "num_local_experts": 8,
-    "layer_group_size": 2,
-    "q_lora_rank": None,
-    "first_k_dense_replace": 1,
-}
-DBRX = dict.fromkeys(key for key in CONFIG if re.search("hidden|intermediate|head|rms_norm", key)) | {
-    "d_model": 64,
-    "n_heads": 4,
-    "n_layers": 4,
-    "attn_config": {"clip_qkv": 0.9, "kv_n_heads": 2, "rope_theta": 10_000.0},
-    "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
-}
+LING3 = LATENTS | parsed("num_local_experts=8 layer_group_size=2 q_lora_rank=None first_k_dense_replace=1")
+DBRX = (
+    dict.fromkeys(key for key in CONFIG if re.search("hidden|intermediate|head|rms_norm", key))
+    | parsed("d_model=64 n_heads=4 n_layers=4")
+    | {
+        "attn_config": {"clip_qkv": 0.9, "kv_n_heads": 2, "rope_theta": 10_000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
+    }
+)
 #: DeepSeek V3's experts after standard attention.
 ROUTED = {key: value for key, value in LATENTS.items() if not re.search("head|rank", key)}
-MINICPM = {
-    "attention_multiplier": 0.25,
-    "embedding_multiplier": 12.0,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 4.0,
-}
-MINICPM3 = {
-    "num_key_value_heads": 4,
-    "head_dim": None,
-    "hidden_size": 128,
-    "tie_word_embeddings": True,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-}
+MINICPM = parsed("attention_multiplier=0.25 embedding_multiplier=12.0 residual_multiplier=0.7 logits_scaling=4.0")
+MINICPM3 = parsed("""
+    num_key_value_heads=4 head_dim=None hidden_size=128 tie_word_embeddings=True q_lora_rank=48 kv_lora_rank=64
+    qk_nope_head_dim=32 qk_rope_head_dim=32
+""")
 MINICPM3_LONGROPE = PLAIN_ROPE | {
     "rope_type": "longrope",
     "original_max_position_embeddings": 128,
@@ -422,28 +295,21 @@ OLD_LATENTS = Conversion(
             "attention.key_length_mla": None,
             "attention.value_length_mla": None,
         }
-    ),
+    )
 )
-GEMMA3N = {
-    "num_hidden_layers": 6,
+GEMMA3N = parsed("""
+    num_hidden_layers=6 num_kv_shared_layers=2 tie_word_embeddings=True vocab_size_per_layer_input=300
+    hidden_size_per_layer_input=16 laurel_rank=8 final_logit_softcapping=3.0
+""") | {
     "layer_types": [*["sliding_attention", "full_attention"] * 3],
     "activation_sparsity_pattern": [0.8, 0.8, 0.0, 0.0, 0.0, 0.0],
-    "num_kv_shared_layers": 2,
-    "tie_word_embeddings": True,
-    "vocab_size_per_layer_input": 300,
-    "hidden_size_per_layer_input": 16,
-    "laurel_rank": 8,
-    "final_logit_softcapping": 3.0,
     "rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": PLAIN_ROPE | {"rope_theta": 1e6}},
 }
-GEMMA4 = {
-    "num_hidden_layers": 7,
+GEMMA4 = parsed("""
+    num_hidden_layers=7 global_head_dim=32 tie_word_embeddings=True vocab_size_per_layer_input=300
+    hidden_size_per_layer_input=0 final_logit_softcapping=3.0
+""") | {
     "layer_types": [*["sliding_attention", "sliding_attention", "full_attention"] * 2, "full_attention"],
-    "global_head_dim": 32,
-    "tie_word_embeddings": True,
-    "vocab_size_per_layer_input": 300,
-    "hidden_size_per_layer_input": 0,
-    "final_logit_softcapping": 3.0,
     "rope_parameters": {
         "sliding_attention": PLAIN_ROPE,
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 100_000.0},
@@ -455,12 +321,9 @@ def as_internlm2(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[
     """Rename a Llama to InternLM 2's names, with query, key and value in one matrix by groups of heads."""
     import torch
 
-    names = {
+    names = parsed("lm_head=output input_layernorm=attention_norm post_attention_layernorm=ffn_norm") | {
         "model.embed_tokens": "model.tok_embeddings",
-        "lm_head": "output",
         "self_attn.o_proj": "attention.wo",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
         "mlp.gate_proj": "feed_forward.w1",
         "mlp.down_proj": "feed_forward.w2",
         "mlp.up_proj": "feed_forward.w3",
@@ -675,18 +538,14 @@ def as_openelm(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[st
         found[name] = tensor
     width = CONFIG["intermediate_size"] / CONFIG["hidden_size"]
     kept = ("hidden_act", "vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
-    return {key: config[key] for key in kept} | {
-        "model_type": "openelm",
+    return {key: config[key] for key in kept} | parsed("""
+        model_type=openelm model_dim=64 num_transformer_layers=4 max_context_length=128 head_dim=16
+        ffn_dim_divisor=4 rope_freq_constant=10_000
+    """) | {
         "architectures": ["OpenELMForCausalLM"],
-        "model_dim": 64,
-        "num_transformer_layers": 4,
-        "max_context_length": 128,
-        "head_dim": 16,
         "num_query_heads": [4, 8, 4, 4],
         "num_kv_heads": [2, 4, 2, 2],
         "ffn_multipliers": [width, 2 * width, width, width],
-        "ffn_dim_divisor": 4,
-        "rope_freq_constant": 10_000,
     }, found
 
 
@@ -707,10 +566,7 @@ def as_neo_bert(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[s
     """Convert a EuroBERT to NeoBERT's names, with the rows of each head's query, key and value interleaved."""
     import torch
 
-    names = {
-        "embed_tokens": "encoder",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
+    names = parsed("embed_tokens=encoder input_layernorm=attention_norm post_attention_layernorm=ffn_norm") | {
         "self_attn.o_proj": "wo",
         "mlp.down_proj": "ffn.w3",
     }
@@ -871,9 +727,7 @@ TINY: dict[str, Tiny] = {
         LATENTS | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
     ),
     "deepseek-v3": Tiny(
-        "deepseek_v3",
-        "deepseek2",
-        LATENTS | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+        "deepseek_v3", "deepseek2", LATENTS | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
     ),
     "deepseek-v3-old": Tiny("deepseek_v3", "deepseek2", LATENTS, OLD_LATENTS),
     "deepseek-v3.2": Tiny("deepseek_v32", "deepseek32", LATENTS | INDEXER),
@@ -883,14 +737,10 @@ TINY: dict[str, Tiny] = {
     "ernie4_5-moe": Tiny(
         "ernie4_5_moe",
         "ernie4_5-moe",
-        {
-            "intermediate_size": 192,
-            "moe_num_experts": 6,
-            "moe_k": 2,
-            "moe_layer_start_index": 1,
-            "moe_intermediate_size": 48,
-            "moe_num_shared_experts": 2,
-        },
+        parsed("""
+            intermediate_size=192 moe_num_experts=6 moe_k=2 moe_layer_start_index=1 moe_intermediate_size=48
+            moe_num_shared_experts=2
+        """),
     ),
     "exaone": Tiny("exaone", "exaone", {"rope_parameters": LLAMA3}),
     "exaone-moe": Tiny(
@@ -904,17 +754,11 @@ TINY: dict[str, Tiny] = {
     "falcon-h1": Tiny(
         "falcon_h1",
         "falcon-h1",
-        {
-            "mamba_d_ssm": 128,
-            "mamba_n_heads": 8,
-            "mamba_d_head": 16,
-            "mamba_n_groups": 2,
-            "mamba_d_state": 16,
-            "mamba_rms_norm": True,
-            "mamba_norm_before_gate": False,
-            "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2],
-            "mlp_multipliers": [0.8, 0.7],
-        }
+        parsed("""
+            mamba_d_ssm=128 mamba_n_heads=8 mamba_d_head=16 mamba_n_groups=2 mamba_d_state=16 mamba_rms_norm=True
+            mamba_norm_before_gate=False
+        """)
+        | {"ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2], "mlp_multipliers": [0.8, 0.7]}
         | dict.fromkeys(FALCON_MULTIPLIERS, 0.9),
     ),
     "gemma": Tiny("gemma", "gemma", {"tie_word_embeddings": True}),
@@ -932,9 +776,7 @@ TINY: dict[str, Tiny] = {
     ),
     "gemma3n": Tiny("gemma3n_text", "gemma3n", WINDOW | GEMMA3N),
     "gemma4-dense": Tiny(
-        "gemma4_text",
-        "gemma4",
-        WINDOW | GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        "gemma4_text", "gemma4", WINDOW | GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
     ),
     "gemma4-e2b": Tiny(
         "gemma4_text",
@@ -956,9 +798,7 @@ TINY: dict[str, Tiny] = {
     ),
     "glm-5.3": Tiny("glm5_next", "glm5-next", GLM53, auto="Glm5NextForConditionalGeneration"),
     "glm4": Tiny(
-        "glm4",
-        "glm4",
-        {"attention_bias": True, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}},
+        "glm4", "glm4", {"attention_bias": True, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}
     ),
     "glm4moe": Tiny(
         "glm4_moe",
@@ -967,16 +807,8 @@ TINY: dict[str, Tiny] = {
         | HALF_ROTATED
         | {"head_dim": 32, "num_key_value_heads": 2, "use_qk_norm": True, "n_group": 1, "topk_group": 1},
     ),
-    "gpt-oss": Tiny(
-        "gpt_oss",
-        "gpt-oss",
-        WINDOW | LOCAL_MIXTURE | {"rope_parameters": YARN | {"truncate": False}},
-    ),
-    "gpt2": Tiny(
-        "gpt2",
-        "gpt2",
-        {"num_key_value_heads": 4, "rms_norm_eps": None, "tie_word_embeddings": True},
-    ),
+    "gpt-oss": Tiny("gpt_oss", "gpt-oss", WINDOW | LOCAL_MIXTURE | {"rope_parameters": YARN | {"truncate": False}}),
+    "gpt2": Tiny("gpt2", "gpt2", {"num_key_value_heads": 4, "rms_norm_eps": None, "tie_word_embeddings": True}),
     "gptneox": Tiny("gpt_neox", "gptneox", NEOX),
     "gptneox-serial": Tiny("gpt_neox", "gptneox", NEOX | {"use_parallel_residual": False}),
     "granite": Tiny("granite", "granite", GRANITE),
@@ -1005,15 +837,11 @@ TINY: dict[str, Tiny] = {
         GRANITE_HYBRID | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 172},
     ),
     "granitehybrid-moe": Tiny(
-        "granitemoehybrid",
-        "granitehybrid",
-        GRANITE_HYBRID | LOCAL_MIXTURE | {"shared_intermediate_size": 80},
+        "granitemoehybrid", "granitehybrid", GRANITE_HYBRID | LOCAL_MIXTURE | {"shared_intermediate_size": 80}
     ),
     "granitemoe": Tiny("granitemoe", "granitemoe", GRANITE | LOCAL_MIXTURE),
     "granitemoe-shared": Tiny(
-        "granitemoeshared",
-        "granitemoe",
-        GRANITE | LOCAL_MIXTURE | {"shared_intermediate_size": 80},
+        "granitemoeshared", "granitemoe", GRANITE | LOCAL_MIXTURE | {"shared_intermediate_size": 80}
     ),
     "hunyuan-dense": Tiny("hunyuan_v1_dense", "hunyuan-dense"),
     "hunyuan-dense-alpha": Tiny("hunyuan_v1_dense", "hunyuan-dense", {"rope_parameters": ALPHA}),
@@ -1088,11 +916,7 @@ TINY: dict[str, Tiny] = {
     "minicpm": Tiny("granite", "minicpm", MINICPM, release=as_minicpm),
     "minicpm3": Tiny("minicpm3", "minicpm3", MINICPM3),
     "minicpm3-longrope": Tiny("minicpm3", "minicpm3", MINICPM3 | {"rope_parameters": MINICPM3_LONGROPE}),
-    "minimax-m2": Tiny(
-        "minimax_m2",
-        "minimax-m2",
-        LOCAL_MIXTURE | HALF_ROTATED,
-    ),
+    "minimax-m2": Tiny("minimax_m2", "minimax-m2", LOCAL_MIXTURE | HALF_ROTATED),
     "minimax-m3": Tiny("minimax_m3_vl", "minimax-m3", MINIMAX_M3, auto="MiniMaxM3SparseForConditionalGeneration"),
     "mistral3": Tiny(
         "ministral3",
@@ -1143,9 +967,7 @@ TINY: dict[str, Tiny] = {
     "olmo": Tiny("olmo", "olmo", {"rms_norm_eps": None, "clip_qkv": 0.9}),
     "olmo2": Tiny("olmo2", "olmo2"),
     "olmo3": Tiny(
-        "olmo3",
-        "olmo2",
-        WINDOW | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": YARN}},
+        "olmo3", "olmo2", WINDOW | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": YARN}}
     ),
     "olmoe": Tiny("olmoe", "olmoe", LOCAL_MIXTURE | {"num_key_value_heads": 4}),
     "openelm": Tiny("qwen3", "openelm", {"tie_word_embeddings": True, "rms_norm_eps": 1e-6}, release=as_openelm),
@@ -1181,11 +1003,7 @@ TINY: dict[str, Tiny] = {
     "qwen2vl": Tiny("qwen2_vl", "qwen2vl", with_vision({}), auto="Qwen2VLForConditionalGeneration"),
     "qwen3": Tiny("qwen3", "qwen3"),
     "qwen35": Tiny("qwen3_5_text", "qwen35", DELTA_NET | SECTIONS),
-    "qwen35moe": Tiny(
-        "qwen3_5_moe_text",
-        "qwen35moe",
-        DELTA_NET | SECTIONS | MIXTURE | SHARED_EXPERT,
-    ),
+    "qwen35moe": Tiny("qwen3_5_moe_text", "qwen35moe", DELTA_NET | SECTIONS | MIXTURE | SHARED_EXPERT),
     "qwen3moe": Tiny("qwen3_moe", "qwen3moe", MIXTURE),
     "qwen3next": Tiny("qwen3_next", "qwen3next", DELTA_NET | MIXTURE | SHARED_EXPERT),
     "qwen3next-old": Tiny("qwen3_next", "qwen3next", DELTA_NET | MIXTURE | SHARED_EXPERT, OLD_QWEN3NEXT),
@@ -1202,11 +1020,7 @@ TINY: dict[str, Tiny] = {
     "starcoder": Tiny(
         "gpt_bigcode", "starcoder", {"num_key_value_heads": None, "rms_norm_eps": None, "tie_word_embeddings": True}
     ),
-    "starcoder2": Tiny(
-        "starcoder2",
-        "starcoder2",
-        {"tie_word_embeddings": True, "rms_norm_eps": None},
-    ),
+    "starcoder2": Tiny("starcoder2", "starcoder2", {"tie_word_embeddings": True, "rms_norm_eps": None}),
     "youtu": Tiny(
         "youtu",
         "deepseek2",
@@ -1217,15 +1031,10 @@ TINY: dict[str, Tiny] = {
     "xverse": Tiny("llama", "xverse", {"num_key_value_heads": 4}, release=called("xverse", "XverseForCausalLM")),
 }
 
-T5: dict[str, Any] = {
-    "d_ff": 172,
-    "rms_norm_eps": None,
-    "layer_norm_epsilon": 1e-5,
-    "max_position_embeddings": None,
-    "num_key_value_heads": None,
-    "intermediate_size": None,
-    "tie_word_embeddings": True,
-}
+T5: dict[str, Any] = parsed("""
+    d_ff=172 rms_norm_eps=None layer_norm_epsilon=1e-5 max_position_embeddings=None num_key_value_heads=None
+    intermediate_size=None tie_word_embeddings=True
+""")
 
 #: Embedding models.
 ENCODERS: dict[str, Tiny] = {
@@ -1250,10 +1059,7 @@ ENCODERS: dict[str, Tiny] = {
         "jina_embeddings_v3", "jina-bert-v3", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"
     ),
     "nomic-bert": Tiny(
-        "nomic_bert",
-        "nomic-bert",
-        {"layer_norm_eps": 1e-5, "max_position_embeddings": 2048},
-        auto="AutoModel",
+        "nomic_bert", "nomic-bert", {"layer_norm_eps": 1e-5, "max_position_embeddings": 2048}, auto="AutoModel"
     ),
     "modern-bert": Tiny(
         "modernbert",

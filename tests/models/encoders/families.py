@@ -16,7 +16,7 @@ import pytest
 
 from localllm.convert import Checkpoint, MmprojCheckpoint
 from localllm.quantize import plan, run
-from tests.helpers.checkpoints import write_tokenizer
+from tests.helpers.checkpoints import parsed, write_tokenizer
 
 Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
@@ -48,155 +48,133 @@ class Family:
     sizes: tuple[tuple[int, int], ...] = SIZES
 
 
-TEXT = {
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "vocab_size": 300,
-}
+TEXT = parsed("hidden_size=48 intermediate_size=64 num_hidden_layers=1 num_attention_heads=4 vocab_size=300")
 TEXT |= {"num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 1024, "pad_token_id": 0}
 SIGLIP = {"hidden_size": 72, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 3}
 QWEN = {"depth": 3, "hidden_size": 72, "num_heads": 3, "out_hidden_size": 48}
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}}
 GLM_MROPE = {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}}
 GLM_VISION = QWEN | {"intermediate_size": 80, "image_size": 56, "patch_size": 14}
-QWEN_35 = (
-    TEXT
-    | GLM_MROPE
-    | {
-        "model_type": "qwen3_5_text",
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    }
-)
-GEMMA_4 = TEXT | {
-    "global_head_dim": 12,
-    "num_hidden_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+QWEN_35 = TEXT | GLM_MROPE | {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
+QWEN_35 |= {"num_hidden_layers": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+QWEN_35 |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+GEMMA_4 = TEXT | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA_4 |= {"global_head_dim": 12}
 
 
 def siglip(model_type: str, **more: Any) -> dict[str, Any]:
     return {"model_type": model_type, **SIGLIP, **more}
 
 
+def family(
+    name: str,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    processor: str,
+    options: dict[str, Any],
+    arguments: str = "pixel_values",
+    sizes: tuple[tuple[int, int], ...] = SIZES,
+    **more: Any,
+) -> Family:
+    """Return a family with the classes ``name``ForConditionalGeneration and ``name``Config.
+
+    ``processor`` is "module class" without their usual parts: "gemma3 Gemma3" is class Gemma3ImageProcessorPil of
+    module gemma3.image_processing_pil_gemma3; with "torch " in front, the class needs torchvision.
+    """
+    *torch_only, module, kind = processor.split()
+    which = "" if torch_only else "pil_"
+    path = f"{module}.image_processing_{which}{module}", f"{kind}ImageProcessor{'' if torch_only else 'Pil'}"
+    settings = {"text_config": text, "vision_config": vision, **more}
+    model, config = f"{name}ForConditionalGeneration", f"{name}Config"
+    return Family(model, config, settings, path, options, (*arguments.split(),), sizes)
+
+
+LLAMA, MISTRAL, QWEN_2 = ({"model_type": name, **TEXT} for name in ("llama", "mistral", "qwen2"))
+CLIP = siglip("clip_vision_model", image_size=56, patch_size=14, num_hidden_layers=3)
+SQUARE = {"size": {"height": 56, "width": 56}}
+CROPPED = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+GRIDS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+QWEN_2_PROCESSOR, ON_GRID = "qwen2_vl Qwen2VL", "pixel_values image_grid_thw"
+
+
+def edges(shortest: int, longest: int) -> dict[str, Any]:
+    return {"size": {"shortest_edge": shortest, "longest_edge": longest}}
+
+
 FAMILIES: dict[str, Family] = {
-    "gemma3": Family(
-        "Gemma3ForConditionalGeneration",
-        "Gemma3Config",
-        {
-            "text_config": TEXT | {"query_pre_attn_scalar": 12, "sliding_window": 3},
-            "vision_config": siglip("siglip_vision_model", image_size=56, patch_size=14, vision_use_head=False),
-            "mm_tokens_per_image": 4,
-        },
-        ("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil"),
-        {"size": {"height": 56, "width": 56}},
+    "gemma3": family(
+        "Gemma3",
+        TEXT | {"query_pre_attn_scalar": 12, "sliding_window": 3},
+        siglip("siglip_vision_model", image_size=56, patch_size=14, vision_use_head=False),
+        "gemma3 Gemma3",
+        SQUARE,
+        mm_tokens_per_image=4,
     ),
-    "gemma4v": Family(
-        "Gemma4ForConditionalGeneration",
-        "Gemma4Config",
-        {
-            "text_config": GEMMA_4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300},
-            "vision_config": SIGLIP
-            | {"num_key_value_heads": 3, "head_dim": 24, "position_embedding_size": 512, "standardize": True}
-            | {"use_clipped_linears": True},
-            "audio_config": None,
-        },
-        ("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil"),
+    "gemma4v": family(
+        "Gemma4",
+        GEMMA_4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300},
+        SIGLIP
+        | {"num_key_value_heads": 3, "head_dim": 24, "position_embedding_size": 512, "standardize": True}
+        | {"use_clipped_linears": True},
+        "gemma4 Gemma4",
         {"max_soft_tokens": 70},
-        ("pixel_values", "image_position_ids"),
+        "pixel_values image_position_ids",
         (*SIZES[:2], (1, 700)),
+        audio_config=None,
     ),
-    "glm4v": Family(
-        "Glm4vForConditionalGeneration",
-        "Glm4vConfig",
-        {
-            "text_config": TEXT | GLM_MROPE,
-            "vision_config": GLM_VISION,
+    "glm4v": family("Glm4v", TEXT | GLM_MROPE, GLM_VISION, "glm4v Glm4v", edges(12544, 32 * 28 * 28), ON_GRID),
+    "hunyuanvl": family(
+        "HunYuanVL",
+        TEXT
+        | {"head_dim": 16, "tie_word_embeddings": True}
+        | {
+            "rope_parameters": parsed("rope_type=dynamic rope_theta=1e4 alpha=10.0 factor=1.0")
+            | {"mrope_section": [2] * 4}
         },
-        ("glm4v.image_processing_pil_glm4v", "Glm4vImageProcessorPil"),
-        {"size": {"shortest_edge": 12544, "longest_edge": 32 * 28 * 28}},
-        ("pixel_values", "image_grid_thw"),
+        SIGLIP | {"max_image_size": 112, "text_hidden_size": 48, "out_hidden_size": 48},
+        "hunyuan_vl HunYuanVL",
+        edges(4096, 16 * 32 * 32),
+        ON_GRID,
     ),
-    "hunyuanvl": Family(
-        "HunYuanVLForConditionalGeneration",
-        "HunYuanVLConfig",
-        {
-            "text_config": TEXT
-            | {"head_dim": 16, "tie_word_embeddings": True}
-            | {
-                "rope_parameters": {
-                    "rope_type": "dynamic",
-                    "rope_theta": 1e4,
-                    "alpha": 10.0,
-                    "factor": 1.0,
-                    "mrope_section": [2] * 4,
-                }
-            },
-            "vision_config": SIGLIP | {"max_image_size": 112, "text_hidden_size": 48, "out_hidden_size": 48},
-        },
-        ("hunyuan_vl.image_processing_pil_hunyuan_vl", "HunYuanVLImageProcessorPil"),
-        {"size": {"shortest_edge": 4096, "longest_edge": 16 * 32 * 32}},
-        ("pixel_values", "image_grid_thw"),
-    ),
-    "idefics3": Family(
-        "Idefics3ForConditionalGeneration",
-        "Idefics3Config",
-        {
-            "text_config": {"model_type": "llama", **TEXT},
-            "vision_config": siglip("idefics3_vision", image_size=56, patch_size=14),
-            "scale_factor": 2,
-        },
-        ("idefics3.image_processing_pil_idefics3", "Idefics3ImageProcessorPil"),
+    "idefics3": family(
+        "Idefics3",
+        LLAMA,
+        siglip("idefics3_vision", image_size=56, patch_size=14),
+        "idefics3 Idefics3",
         {"size": {"longest_edge": 168}, "max_image_size": {"longest_edge": 56}},
+        scale_factor=2,
     ),
-    "internvl": Family(
-        "InternVLForConditionalGeneration",
-        "InternVLConfig",
-        {
-            "text_config": {"model_type": "qwen2", **TEXT},
-            "vision_config": siglip(
-                "internvl_vision", image_size=[56, 56], patch_size=[14, 14], layer_scale_init_value=0.7
-            ),
-            "image_seq_length": 4,
-        },
-        ("got_ocr2.image_processing_pil_got_ocr2", "GotOcr2ImageProcessorPil"),
-        {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12},
+    "internvl": family(
+        "InternVL",
+        QWEN_2,
+        siglip("internvl_vision", image_size=[56, 56], patch_size=[14, 14], layer_scale_init_value=0.7),
+        "got_ocr2 GotOcr2",
+        SQUARE | {"crop_to_patches": True, "min_patches": 1, "max_patches": 12},
+        image_seq_length=4,
     ),
-    "kimik25": Family(
-        "Kimi_K25ForConditionalGeneration",
-        "Kimi_K25Config",
-        {
-            "text_config": TEXT
-            | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32}
-            | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "head_dim": 32}
-            | {"first_k_dense_replace": 1},
-            "vision_config": SIGLIP | {"hidden_size": 72, "pos_emb_height": 4, "pos_emb_width": 4},
-            "projection_hidden_size": 72,
-        },
-        ("kimi_k25.image_processing_kimi_k25", "Kimi_K25ImageProcessor"),
+    "kimik25": family(
+        "Kimi_K25",
+        TEXT
+        | parsed("""
+            model_type=deepseek_v3 num_key_value_heads=4 q_lora_rank=24 kv_lora_rank=32 qk_nope_head_dim=32
+            qk_rope_head_dim=32 v_head_dim=32 head_dim=32 first_k_dense_replace=1
+        """),
+        SIGLIP | {"hidden_size": 72, "pos_emb_height": 4, "pos_emb_width": 4},
+        "torch kimi_k25 Kimi_K25",
         {"max_patches": 36},
-        ("pixel_values", "image_grid_thw"),
+        ON_GRID,
+        projection_hidden_size=72,
     ),
-    "lfm2": Family(
-        "Lfm2VlForConditionalGeneration",
-        "Lfm2VlConfig",
-        {
-            "text_config": {"model_type": "lfm2", "layer_types": ["full_attention", "conv"], "conv_L_cache": 3}
-            | TEXT
-            | {"num_hidden_layers": 2, "block_auto_adjust_ff_dim": False},
-            "vision_config": siglip("siglip2_vision_model", num_patches=16, patch_size=16, vision_use_head=False)
-            | {"num_hidden_layers": 3},
-            "projector_hidden_size": 40,
-        },
-        ("lfm2_vl.image_processing_lfm2_vl", "Lfm2VlImageProcessor"),
+    "lfm2": family(
+        "Lfm2Vl",
+        {"model_type": "lfm2", "layer_types": ["full_attention", "conv"], "conv_L_cache": 3}
+        | TEXT
+        | {"num_hidden_layers": 2, "block_auto_adjust_ff_dim": False},
+        siglip("siglip2_vision_model", num_patches=16, patch_size=16, vision_use_head=False, num_hidden_layers=3),
+        "torch lfm2_vl Lfm2Vl",
         {"min_image_tokens": 2, "max_image_tokens": 4, "tile_size": 64, "max_tiles": 6},
-        ("pixel_values", "spatial_shapes", "pixel_attention_mask"),
+        "pixel_values spatial_shapes pixel_attention_mask",
+        projector_hidden_size=40,
     ),
     "resampler": Family(
         "MiniCPMV",
@@ -211,136 +189,87 @@ FAMILIES: dict[str, Family] = {
         {"scale_resolution": 84, "max_slice_nums": 4},
         ("pixel_values", "target_sizes"),
     ),
-    "llama4": Family(
-        "Llama4ForConditionalGeneration",
-        "Llama4Config",
-        {
-            "text_config": TEXT
-            | {"intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": 1024, "pad_token_id": 0},
-            "vision_config": SIGLIP
-            | {"image_size": 56, "patch_size": 14, "vision_output_dim": 40, "intermediate_size": 288}
-            | {"projector_input_dim": 40, "projector_output_dim": 40},
-        },
-        ("llama4.image_processing_llama4", "Llama4ImageProcessor"),
-        {"size": {"height": 56, "width": 56}, "max_patches": 5},
+    "llama4": family(
+        "Llama4",
+        TEXT | {"intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": 1024, "pad_token_id": 0},
+        SIGLIP
+        | {"image_size": 56, "patch_size": 14, "vision_output_dim": 40, "intermediate_size": 288}
+        | {"projector_input_dim": 40, "projector_output_dim": 40},
+        "torch llama4 Llama4",
+        SQUARE | {"max_patches": 5},
     ),
-    "minicpmv4_6": Family(
-        "MiniCPMV4_6ForConditionalGeneration",
-        "MiniCPMV4_6Config",
-        {
-            "text_config": QWEN_35,
-            "vision_config": SIGLIP | {"image_size": 112, "patch_size": 14, "num_hidden_layers": 3},
-            "insert_layer_id": 1,
-        },
-        ("minicpmv4_6.image_processing_pil_minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
+    "minicpmv4_6": family(
+        "MiniCPMV4_6",
+        QWEN_35,
+        SIGLIP | {"image_size": 112, "patch_size": 14, "num_hidden_layers": 3},
+        "minicpmv4_6 MiniCPMV4_6",
         {"scale_resolution": 112, "max_slice_nums": 4},
-        ("pixel_values", "target_sizes"),
+        "pixel_values target_sizes",
+        insert_layer_id=1,
     ),
-    "mlp": Family(
-        "LlavaForConditionalGeneration",
-        "LlavaConfig",
-        {
-            "text_config": {"model_type": "llama", **TEXT},
-            "vision_config": siglip("clip_vision_model", image_size=56, patch_size=14, num_hidden_layers=3),
-            "image_seq_length": 16,
-        },
-        ("llava.image_processing_pil_llava", "LlavaImageProcessorPil"),
-        {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}},
+    "mlp": family("Llava", LLAMA, CLIP, "llava Llava", CROPPED, image_seq_length=16),
+    "mlp 1.6": family(
+        "LlavaNext",
+        LLAMA,
+        CLIP,
+        "llava_next LlavaNext",
+        CROPPED | {"image_grid_pinpoints": GRIDS},
+        "pixel_values image_sizes",
+        image_grid_pinpoints=GRIDS,
     ),
-    "mlp 1.6": Family(
-        "LlavaNextForConditionalGeneration",
-        "LlavaNextConfig",
-        {
-            "text_config": {"model_type": "llama", **TEXT},
-            "vision_config": siglip("clip_vision_model", image_size=56, patch_size=14, num_hidden_layers=3),
-            "image_grid_pinpoints": (GRIDS := [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]),
-        },
-        ("llava_next.image_processing_pil_llava_next", "LlavaNextImageProcessorPil"),
-        {
-            "size": {"shortest_edge": 56},
-            "crop_size": {"height": 56, "width": 56},
-            "image_grid_pinpoints": GRIDS,
-        },
-        ("pixel_values", "image_sizes"),
+    "paddleocr": family(
+        "PaddleOCRVL",
+        TEXT | MROPE,
+        siglip("paddleocr_vl_vision", image_size=112, patch_size=14),
+        "paddleocr_vl PaddleOCRVL",
+        edges(3136, 24 * 28 * 28),
+        ON_GRID,
     ),
-    "paddleocr": Family(
-        "PaddleOCRVLForConditionalGeneration",
-        "PaddleOCRVLConfig",
-        {
-            "text_config": TEXT | MROPE,
-            "vision_config": siglip("paddleocr_vl_vision", image_size=112, patch_size=14),
-        },
-        ("paddleocr_vl.image_processing_pil_paddleocr_vl", "PaddleOCRVLImageProcessorPil"),
-        {"size": {"shortest_edge": 3136, "longest_edge": 24 * 28 * 28}},
-        ("pixel_values", "image_grid_thw"),
-    ),
-    "pixtral": Family(
-        "Mistral3ForConditionalGeneration",
-        "Mistral3Config",
-        {
-            "text_config": {"model_type": "mistral", **TEXT},
-            "vision_config": siglip("pixtral", image_size=112, patch_size=14)
-            | {"num_attention_heads": 3, "head_dim": 24},
-            "spatial_merge_size": 2,
-        },
-        ("pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"),
+    "pixtral": family(
+        "Mistral3",
+        MISTRAL,
+        siglip("pixtral", image_size=112, patch_size=14, head_dim=24),
+        "pixtral Pixtral",
         {"size": {"longest_edge": 112}, "patch_size": {"height": 28, "width": 28}},
-        ("pixel_values", "image_sizes"),
+        "pixel_values image_sizes",
         (*SIZES[:2], (1, 40)),  # transformers fails for images of one token
+        spatial_merge_size=2,
     ),
-    "qwen2.5vl_merger": Family(
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen2_5_VLConfig",
-        {
-            "text_config": TEXT | MROPE,
-            "vision_config": QWEN | {"intermediate_size": 80, "depth": 4, "fullatt_block_indexes": [1, 3]},
-        },
-        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
-        {"size": {"shortest_edge": 3136, "longest_edge": 64 * 28 * 28}},
-        ("pixel_values", "image_grid_thw"),
+    "qwen2.5vl_merger": family(
+        "Qwen2_5_VL",
+        TEXT | MROPE,
+        QWEN | {"intermediate_size": 80, "depth": 4, "fullatt_block_indexes": [1, 3]},
+        QWEN_2_PROCESSOR,
+        edges(3136, 64 * 28 * 28),
+        ON_GRID,
         ((275, 330), (611, 64), (1, 1)),
     ),
-    "pixtral 12B": Family(
-        "LlavaForConditionalGeneration",
-        "LlavaConfig",
-        {
-            "text_config": {"model_type": "mistral", **TEXT},
-            "vision_config": siglip("pixtral", image_size=56, patch_size=14) | {"head_dim": 24},
-            "vision_feature_layer": -1,
-            "vision_feature_select_strategy": "full",
-        },
-        ("pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"),
+    "pixtral 12B": family(
+        "Llava",
+        MISTRAL,
+        siglip("pixtral", image_size=56, patch_size=14, head_dim=24),
+        "pixtral Pixtral",
         {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}},
-        ("pixel_values", "image_sizes"),
+        "pixel_values image_sizes",
         (*SIZES[:2], (1, 40)),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
     ),
-    "qwen2vl_merger": Family(
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2VLConfig",
-        {
-            "text_config": TEXT | MROPE,
-            "vision_config": {"depth": 2, "embed_dim": 72, "hidden_size": 48, "num_heads": 3, "patch_size": 14},
-        },
-        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
-        {"size": {"shortest_edge": 3136, "longest_edge": 16 * 28 * 28}},
-        ("pixel_values", "image_grid_thw"),
+    "qwen2vl_merger": family(
+        "Qwen2VL",
+        TEXT | MROPE,
+        {"depth": 2, "embed_dim": 72, "hidden_size": 48, "num_heads": 3, "patch_size": 14},
+        QWEN_2_PROCESSOR,
+        edges(3136, 16 * 28 * 28),
+        ON_GRID,
     ),
-    "qwen3vl_merger": Family(
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLConfig",
-        {
-            "text_config": TEXT | MROPE,
-            "vision_config": QWEN
-            | {"intermediate_size": 80, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-        },
-        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
-        {
-            "size": {"shortest_edge": 4096, "longest_edge": 16 * 32 * 32},
-            "patch_size": 16,
-            "image_mean": [0.5] * 3,
-            "image_std": [0.5] * 3,
-        },
-        ("pixel_values", "image_grid_thw"),
+    "qwen3vl_merger": family(
+        "Qwen3VL",
+        TEXT | MROPE,
+        QWEN | {"intermediate_size": 80, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        QWEN_2_PROCESSOR,
+        edges(4096, 16 * 32 * 32) | {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        ON_GRID,
     ),
 }
 
@@ -377,9 +306,7 @@ FAMILIES |= {
         "internvl", {"vision_config": INTERN_VISION | {"norm_type": "rms_norm", "use_qk_norm": True}}
     ),
     "minicpmv4_6 4x": like(
-        "minicpmv4_6",
-        {"downsample_mode": "4x"},
-        options={"scale_resolution": 84, "downsample_mode": "4x"},
+        "minicpmv4_6", {"downsample_mode": "4x"}, options={"scale_resolution": 84, "downsample_mode": "4x"}
     ),
     "mlp padded": like(
         "mlp",
@@ -391,12 +318,10 @@ FAMILIES |= {
     ),
     "resampler 2.5": like(
         "resampler",
-        {
+        parsed("query_num=3 drop_vision_last_layer=True version=None")
+        | {
             "text_config": TEXT | {"hidden_size": 128},
             "vision_config": SIGLIP | {"image_size": 140, "patch_size": 14},
-            "query_num": 3,
-            "drop_vision_last_layer": True,
-            "version": None,
         },
         options={"scale_resolution": 70, "max_slice_nums": 9},
     ),
