@@ -35,131 +35,77 @@ URL, PART = f"data:image/png;base64,{DATA}", {"type": "text", "text": "hi"}
 SOUND = {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}
 HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 
-#: Expected messages and start of the reply for each feature.
-EXPECTED: dict[str, tuple[list[Message], str]] = {
-    "a text": ([Message("user", ("hi",))], ""),
-    "parts of text": ([Message("user", ("h", "i"))], ""),
-    "a system's message": ([Message("system", ("S",)), Message("user", ("hi",))], ""),
-    "a developer's message": ([Message("developer", ("D",)), Message("user", ("hi",))], ""),
-    "reasoning": (
-        [Message("user", ("hi",)), Message("assistant", ("ho",), "hm"), Message("user", ("hi",))],
-        "",
-    ),
-    "a call and its result": (
-        [
-            Message("user", ("hi",)),
-            Message("assistant", calls=(ToolCall("now", '{"zone": "UTC"}', "call_1"),)),
-            Message("tool", ("noon",), call_id="call_1"),
-        ],
-        "",
-    ),
-    "a tool that failed": (
-        [
-            Message("assistant", calls=(ToolCall("now", '{"zone": "UTC"}', "call_1"),)),
-            Message("tool", ("no clock",), call_id="call_1", is_error=True),
-        ],
-        "",
-    ),
-    "a reply that has begun": ([Message("user", ("hi",))], "ho"),
-    # `with_shown`
-    "a picture": ([Message("user", ((b"\x89PNG", None, "image"), "hi"))], ""),  # type: ignore[arg-type]
-    "a picture of little detail": ([Message("user", ("hi", (b"\x89PNG", 256, "image")))], ""),  # type: ignore[arg-type]
-    "a sound": ([Message("user", ((b"\x89PNG", None, "audio"), "hi"))], ""),  # type: ignore[arg-type]
-    "a picture in a result": (
-        [
-            Message("assistant", calls=(ToolCall("now", '{"zone": "UTC"}', "call_1"),)),
-            Message("tool", ("here", (b"\x89PNG", None, "image")), call_id="call_1"),  # type: ignore[arg-type]
-        ],
-        "",
-    ),
+BEGUN = "a reply that has begun"
+#: Expected messages for each feature.
+CALLED = Message("assistant", calls=(ToolCall("now", '{"zone": "UTC"}', "call_1"),))
+SHOWN: Any = (b"\x89PNG", None, "image")  # `with_shown`
+EXPECTED: dict[str, list[Message]] = {
+    "a text": [Message("user", ("hi",))],
+    "parts of text": [Message("user", ("h", "i"))],
+    "a system's message": [Message("system", ("S",)), Message("user", ("hi",))],
+    "a developer's message": [Message("developer", ("D",)), Message("user", ("hi",))],
+    "reasoning": [Message("user", ("hi",)), Message("assistant", ("ho",), "hm"), Message("user", ("hi",))],
+    "a call and its result": [Message("user", ("hi",)), CALLED, Message("tool", ("noon",), call_id="call_1")],
+    "a tool that failed": [CALLED, Message("tool", ("no clock",), call_id="call_1", is_error=True)],
+    BEGUN: [Message("user", ("hi",))],
+    "a picture": [Message("user", (SHOWN, "hi"))],
+    "a picture of little detail": [Message("user", ("hi", (*SHOWN[:1], 256, "image")))],  # type: ignore[arg-type]
+    "a sound": [Message("user", ((*SHOWN[:2], "audio"), "hi"))],  # type: ignore[arg-type]
+    "a picture in a result": [CALLED, Message("tool", ("here", SHOWN), call_id="call_1")],
 }
 
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": [*parts]}
+
+
 #: The same requests: `messages` of OpenAI's chat, of Anthropic's and of Ollama's, and `input` of responses.
+ASKS = {"role": "assistant", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "call_1"}
+HERE = {"type": "text", "text": "here"}
+PICTURE = {"type": "image_url", "image_url": {"url": URL}}
 CHAT: dict[str, Any] = {
     "a text": [HI],
-    "parts of text": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}],
+    "parts of text": [user({"type": "text", "text": "h"}, {"type": "text", "text": "i"})],
     "a system's message": [{"role": "system", "content": "S"}, HI],
     "a developer's message": [{"role": "developer", "content": "D"}, HI],
     "reasoning": [HI, {**HO, "reasoning_content": "hm"}, HI],
-    "a call and its result": [
-        HI,
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
-    ],
-    "a tool that failed": [
-        {"role": "assistant", "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "no clock", "is_error": True},
-    ],
-    "a reply that has begun": [HI, HO],
-    "a picture": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}, PART]}],
-    "a picture of little detail": [
-        {"role": "user", "content": [PART, {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}]}
-    ],
-    "a sound": [{"role": "user", "content": [SOUND, PART]}],
-    "a picture in a result": [
-        {"role": "assistant", "tool_calls": [CALL]},
-        {
-            "role": "tool",
-            "tool_call_id": "call_1",
-            "content": [{"type": "text", "text": "here"}, {"type": "image_url", "image_url": {"url": URL}}],
-        },
-    ],
+    "a call and its result": [HI, {**ASKS, "content": None}, {**RESULT, "content": "noon"}],
+    "a tool that failed": [ASKS, {**RESULT, "content": "no clock", "is_error": True}],
+    BEGUN: [HI, HO],
+    "a picture": [user(PICTURE, PART)],
+    "a picture of little detail": [user(PART, {"type": "image_url", "image_url": {"url": URL, "detail": "low"}})],
+    "a sound": [user(SOUND, PART)],
+    "a picture in a result": [ASKS, {**RESULT, "content": [HERE, PICTURE]}],
 }
-SOURCE = {"type": "base64", "media_type": "image/png", "data": DATA}
+SOURCE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
 USE = {"type": "tool_use", "id": "call_1", "name": "now", "input": {"zone": "UTC"}}
+USES = {"role": "assistant", "content": [USE]}
+USED = {"type": "tool_result", "tool_use_id": "call_1"}
+THOUGHT = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "ho"}]
 ANTHROPIC: dict[str, Any] = {
     **CHAT,
-    "a picture": [{"role": "user", "content": [{"type": "image", "source": SOURCE}, PART]}],
+    "a picture": [user(SOURCE, PART)],
     "a picture of little detail": "it has no word for it",
     "a sound": "it has none",
-    "a picture in a result": [
-        {"role": "assistant", "content": [USE]},
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "call_1",
-                    "content": [{"type": "text", "text": "here"}, {"type": "image", "source": SOURCE}],
-                }
-            ],
-        },
-    ],
+    "a picture in a result": [USES, user({**USED, "content": [HERE, SOURCE]})],
     "a system's message": {"system": "S", "messages": [HI]},
     "a developer's message": "it has none",
-    "reasoning": [
-        HI,
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "ho"}]},
-        HI,
-    ],
-    "a call and its result": [
-        HI,
-        {"role": "assistant", "content": [USE]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "noon"}]},
-    ],
-    "a tool that failed": [
-        {"role": "assistant", "content": [USE]},
-        {
-            "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "no clock", "is_error": True}],
-        },
-    ],
+    "reasoning": [HI, {"role": "assistant", "content": THOUGHT}, HI],
+    "a call and its result": [HI, USES, user({**USED, "content": "noon"})],
+    "a tool that failed": [USES, user({**USED, "content": "no clock", "is_error": True})],
 }
 FUNCTION_CALL = {"type": "function_call", "call_id": "call_1", "name": "now", "arguments": '{"zone": "UTC"}'}
+OUTPUT = {"type": "function_call_output", "call_id": "call_1"}
+INPUT_PICTURE = {"type": "input_image", "image_url": URL}
 RESPONSES: dict[str, Any] = {
     **CHAT,
-    "parts of text": [{"role": "user", "content": [{"type": "input_text", "text": each} for each in "hi"]}],
-    "a picture": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}, PART]}],
-    "a picture of little detail": [
-        {"role": "user", "content": [PART, {"type": "input_image", "image_url": URL, "detail": "low"}]}
-    ],
+    "parts of text": [user(*({"type": "input_text", "text": each} for each in "hi"))],
+    "a picture": [user(INPUT_PICTURE, PART)],
+    "a picture of little detail": [user(PART, {**INPUT_PICTURE, "detail": "low"})],
     "a picture in a result": [
         FUNCTION_CALL,
-        {
-            "type": "function_call_output",
-            "call_id": "call_1",
-            "output": [{"type": "input_text", "text": "here"}, {"type": "input_image", "image_url": URL}],
-        },
+        {**OUTPUT, "output": [{"type": "input_text", "text": "here"}, INPUT_PICTURE]},
     ],
     "a system's message": {"instructions": "S", "input": "hi"},
     "reasoning": [
@@ -168,11 +114,7 @@ RESPONSES: dict[str, Any] = {
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ho"}]},
         HI,
     ],
-    "a call and its result": [
-        HI,
-        FUNCTION_CALL,
-        {"type": "function_call_output", "call_id": "call_1", "output": "noon"},
-    ],
+    "a call and its result": [HI, FUNCTION_CALL, {**OUTPUT, "output": "noon"}],
     "a tool that failed": "a result has no word for it",
 }
 OLLAMA: dict[str, Any] = {
@@ -233,7 +175,7 @@ def test_all_say_the_same(dialect: str, feature: str) -> None:
     if isinstance(request, str):
         pytest.skip(request)
     messages, begun = read(request)
-    assert (with_shown(messages), begun) == EXPECTED[feature]
+    assert (with_shown(messages), begun) == (EXPECTED[feature], "ho" if feature == BEGUN else "")
 
 
 def with_shown(messages: list[Message]) -> list[Message]:
@@ -277,6 +219,10 @@ def test_servers_open_no_files_and_no_addresses(dialect: str, given: Any, words:
             read([{"role": "user", "content": [part]}])
 
 
+def job_of(**more: Any) -> GenerationJob:
+    return openai._chat_job(msgspec.convert({"messages": [HI], "tools": [TOOL], **more}, openai.ChatRequest))
+
+
 @pytest.mark.parametrize(
     ("choice", "forced"),
     [
@@ -291,8 +237,7 @@ def test_servers_open_no_files_and_no_addresses(dialect: str, given: Any, words:
     ],
 )
 def test_a_choice_of_tools(choice: Any, forced: bool) -> None:
-    body = {"messages": [HI], "tools": [TOOL], "tool_choice": choice}
-    job = openai._chat_job(msgspec.convert(body, openai.ChatRequest))
+    job = job_of(tool_choice=choice)
     assert job.tools == [TOOL]
     assert bool(job.forced) == forced
 
@@ -300,9 +245,7 @@ def test_a_choice_of_tools(choice: Any, forced: bool) -> None:
 @pytest.mark.parametrize("choice", ["foo", "Required", "", {"type": "foo"}, {"type": "function"}, {"type": "tool"}])
 def test_a_choice_that_means_nothing_is_refused(choice: Any) -> None:
     with pytest.raises(UsageError, match="tool_choice"):
-        openai._chat_job(
-            msgspec.convert({"messages": [HI], "tools": [TOOL], "tool_choice": choice}, openai.ChatRequest)
-        )
+        job_of(tool_choice=choice)
 
 
 def test_documents_of_text_are_text() -> None:
@@ -317,10 +260,8 @@ def test_documents_of_text_are_text() -> None:
 
 
 def test_a_format_of_the_reply_forces_no_call() -> None:
-    body = {"messages": [HI], "tools": [TOOL], "response_format": {"type": "json_object"}}
-    assert not openai._chat_job(msgspec.convert(body, openai.ChatRequest)).forced
-    body = {"messages": [HI], "tools": [TOOL], "tool_choice": "required"}
-    assert openai._chat_job(msgspec.convert(body, openai.ChatRequest)).forced
+    assert not job_of(response_format={"type": "json_object"}).forced
+    assert job_of(tool_choice="required").forced
 
 
 def test_what_was_thought_before_calls_belongs_to_them_alone() -> None:
@@ -350,7 +291,7 @@ def test_messages_become_the_items_that_they_were_read_of(feature: str) -> None:
     messages = [replace(each, reasoning="") for each in messages]  # not stored in an item
     read, again = response([item for each in messages for item in responses._items(each, ToolItems())])
     assert (with_shown(read), again) == (with_shown(messages), "")
-    assert not begun or feature == "a reply that has begun"
+    assert not begun or feature == BEGUN
 
 
 # -- Options besides messages -------------------------------------------------------------------------------------
@@ -380,14 +321,10 @@ WANTED: dict[str, dict[str, Any]] = {
     "little thinking": {"template_variables": {"reasoning_effort": "low", "enable_thinking": True}},
 }
 
+CHOICES_OF_TOOLS = "no tools after all", "a call of any tool", "a call of one tool", "some of the tools"
+SWITCHES_OF_THINKING = "no thinking", "thinking", "little thinking"
 _PROMPT_ALONE = "it goes on with a text: there are no tools, and no thinking that a template switches"
-_TEXT: dict[str, Any] = dict.fromkeys(
-    (
-        *("tools", "no tools after all", "a call of any tool", "a call of one tool", "some of the tools"),
-        *("no thinking", "thinking", "little thinking"),
-    ),
-    _PROMPT_ALONE,
-)
+_TEXT: dict[str, Any] = dict.fromkeys(("tools", *CHOICES_OF_TOOLS, *SWITCHES_OF_THINKING), _PROMPT_ALONE)
 _SAMPLING = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 4}
 _NULLS = {"temperature": None, "seed": None, "stop": None, "top_k": 3.0}
 _ONE = {"type": "function", "function": {"name": "now"}}
@@ -395,21 +332,14 @@ _SOME = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [_O
 _FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 OF_LIBRARY: dict[str, Any] = {
-    "a limit of tokens": {"max_tokens": 7},
+    **WANTED,
     "texts that end a reply": {"stop": ["a", "b"]},
-    "sampling": _SAMPLING,
     "null, and integers as floats": "keywords are Python's",
-    "log-probabilities": {"logprobs": 2},
-    "any JSON object": {"json_schema": {"type": "object"}},
-    "a schema with references": {"json_schema": SCHEMA},
     "tools": {"tools": TOOLS},
     "no tools after all": {"tools": None},
     "a call of any tool": "its keyword parse forces calls",
     "a call of one tool": "its keyword parse forces calls",
     "some of the tools": {"tools": TOOLS[:1]},
-    "no thinking": {"template_variables": {"enable_thinking": False}},
-    "thinking": {"template_variables": {"enable_thinking": True}},
-    "little thinking": {"template_variables": {"reasoning_effort": "low", "enable_thinking": True}},
 }
 OF_OPENAI: dict[str, Any] = {
     "a limit of tokens": {"max_completion_tokens": 7},
@@ -480,10 +410,7 @@ OF_OLLAMA: dict[str, Any] = {
     "any JSON object": {"format": "json"},
     "a schema with references": {"format": SCHEMA},
     "tools": {"tools": TOOLS},
-    "no tools after all": "it has no tool_choice",
-    "a call of any tool": "it has no tool_choice",
-    "a call of one tool": "it has no tool_choice",
-    "some of the tools": "it has no tool_choice",
+    **dict.fromkeys(CHOICES_OF_TOOLS, "it has no tool_choice"),
     "no thinking": {"think": False},
     "thinking": {"think": True},
     "little thinking": {"think": "low"},
@@ -511,10 +438,7 @@ OF_COMPAT: dict[str, Any] = {
     "null, and integers as floats": "keywords are Python's",
     "a call of any tool": "llama-cpp-python has none",
     "a call of one tool": "it is held to the arguments alone, as there",
-    "some of the tools": "llama-cpp-python has none",
-    "no thinking": "llama-cpp-python has none",
-    "thinking": "llama-cpp-python has none",
-    "little thinking": "llama-cpp-python has none",
+    **dict.fromkeys(("some of the tools", *SWITCHES_OF_THINKING), "llama-cpp-python has none"),
 }
 
 

@@ -28,6 +28,7 @@ from localllm.server.answers import GenerationJob, PendingReplies, Reply
 from localllm.server.app import _ENDPOINTS
 from localllm.server.http import EventStream, HTTPError, Limits
 from tests.helpers.data import ROOT
+from tests.helpers.engines import eventually
 from tests.helpers.http_server import FAILS, Serving, demo, scripted, serving
 
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -487,8 +488,7 @@ def test_a_request_that_has_yet_to_arrive_does_not_delay_the_end() -> None:
         host, _, port = server.url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=60) as client:
             client.sendall(b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
-            while not any(each.cycle for each in server.server.server_state.connections):
-                time.sleep(0.01)
+            assert eventually(lambda: any(each.cycle for each in server.server.server_state.connections))
             server.server.handle_exit(2, None)
             client.recv(1000)  # with the grace period of running replies it would time out
 
@@ -506,10 +506,7 @@ def test_a_load_ends_with_the_server() -> None:
     with serving(endless_load, grace_s=0.1, loads_first=True) as server:
         assert begun.wait(60)
     assert server.models.is_closed
-    end = time.monotonic() + 30
-    while threading.active_count() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
+    assert eventually(lambda: threading.active_count() <= before)
 
 
 def test_the_process_ends_though_a_thread_does_not() -> None:
@@ -549,8 +546,7 @@ def test_a_client_that_goes_frees_its_place(endless: Serving, stream: bool) -> N
             if stream:
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
             else:
-                while not endless.app.dispatcher.active:
-                    time.sleep(0.001)
+                assert eventually(lambda: endless.app.dispatcher.active)
         endless.wait_until_idle()
         llm = endless.models.served["demo"].llm
     assert llm is not None
@@ -576,11 +572,9 @@ def test_a_reader_that_takes_nothing_stalls_nobody_and_is_dropped(
         endless.wait_until_idle()
         assert endless.llm.counts.generated_tokens - before < 8 * 900
     # Unfinished tasks would be closed by the garbage collector in another thread, which has crashed Python.
-    loop, end = endless.server._loop, time.monotonic() + 20
+    loop = endless.server._loop
     assert loop is not None
-    while [each for each in asyncio.all_tasks(loop) if "_put_events" in repr(each)]:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert eventually(lambda: not any("_put_events" in repr(task) for task in asyncio.all_tasks(loop)))
 
 
 def test_an_answer_that_is_closed_before_it_is_read_begins_nothing() -> None:

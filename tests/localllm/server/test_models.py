@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import httpx
@@ -181,10 +180,7 @@ def test_a_model_that_nobody_uses_is_unloaded_after_a_while() -> None:
 
 def test_the_first_model_may_be_loaded_at_once() -> None:
     with serving(demo(), loads_first=True) as server:
-        end = time.monotonic() + 30
-        while server.models.served["demo"].llm is None:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        assert eventually(lambda: server.models.served["demo"].llm)
 
 
 def test_the_system_message_of_a_model_is_the_default_of_its_chats() -> None:

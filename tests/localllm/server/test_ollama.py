@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.helpers.engines import eventually
 from tests.helpers.http_server import Serving, demo, scripted, serving
 
 ollama = pytest.importorskip("ollama")
@@ -78,10 +78,7 @@ def test_keep_alive_unloads() -> None:
         assert server.models.served["demo"].llm is None
         assert not client.ps().models
         client.chat(model="demo", messages=HELLO, options=GREEDY, keep_alive=0)
-        end = time.monotonic() + 30
-        while client.ps().models:
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        assert eventually(lambda: not client.ps().models)
 
 
 def test_keep_alive_ends_no_reply() -> None:
@@ -90,10 +87,7 @@ def test_keep_alive_ends_no_reply() -> None:
         next(reply)
         client.generate(model="demo", prompt="", keep_alive=0)
         assert list(reply)[-1].done_reason == "stop"
-        end = time.monotonic() + 30
-        while client.ps().models:
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        assert eventually(lambda: not client.ps().models)
 
 
 def test_a_reply_gives_the_context_for_the_next_one(client: Any, server: Serving) -> None:

@@ -156,10 +156,7 @@ def test_what_the_model_thinks_is_apart(actor: Any) -> None:
     assert (message.reasoning_content.strip(), message.content) == ("Hm.", "Yes.")
     assert 0 < reply.usage.completion_tokens_details.reasoning_tokens < reply.usage.completion_tokens
     events = actor.chat.completions.create(
-        model="demo",
-        messages=messages,
-        stream=True,
-        extra_body={"chat_template_kwargs": {"enable_thinking": True}},
+        model="demo", messages=messages, stream=True, extra_body={"chat_template_kwargs": {"enable_thinking": True}}
     )
     deltas = [event.choices[0].delta for event in events]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).strip() == "Hm."
@@ -200,19 +197,6 @@ def test_completions_of_texts_and_tokens(client: Any, server: Serving) -> None:
         assert "".join(event.choices[0].text for event in stream) == expected
 
 
-def test_echo_with_the_logprobs_of_the_prompt(server: Serving) -> None:
-    with client_of(server, strict=False) as client:  # its type forbids a missing logprob
-        reply = client.completions.create(
-            model="demo", prompt="Once upon a time", echo=True, logprobs=2, max_tokens=2, temperature=0
-        ).choices[0]
-    assert reply.text.startswith("Once upon a time")
-    llm = server.llm
-    ids = llm.tokenize("Once upon a time")
-    score = llm.score(ids[:1], [ids[1:]])[0]
-    assert reply.logprobs.token_logprobs[0] is None
-    assert reply.logprobs.token_logprobs[1:-2] == pytest.approx(score.logprobs, abs=1e-5)
-
-
 def test_models(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").owned_by == "localllm"
@@ -249,13 +233,6 @@ def test_responses_follow_a_schema_and_call_one_tool_at_a_time(client: Any, acto
     tool = {"type": "function", **WEATHER["function"], "strict": False}
     one = actor.responses.create(model="demo", input="two calls", tools=[tool], parallel_tool_calls=False)
     assert [item.type for item in one.output] == ["message", "function_call"]
-
-
-def test_thinking_in_responses(actor: Any) -> None:
-    response = actor.responses.create(model="demo", input="think")
-    assert [item.type for item in response.output] == ["reasoning", "message"]
-    assert response.output_text == "Yes."
-    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
 
 
 def test_a_folder_that_takes_no_response_costs_no_reply(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
