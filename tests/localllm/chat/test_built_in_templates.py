@@ -18,54 +18,50 @@ MESSAGES = [
 #: llama.cpp's prompts.
 EXPECTED = {
     "chatml": (
-        "<|im_start|>system\n S <|im_end|>\n<|im_start|>user\n U <|im_end|>\n<|im_start|>assi"
-        "stant\n A <|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\n S <|im_end|>\n<|im_start|>user\n U <|im_end|>\n<|im_start|>assistant\n A <|im_end|>\n"
+        "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
     ),
     "llama3": (
-        "<|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|"
-        "end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eo"
-        "t_id|><|start_header_id|>user<|end_header_id|>\n\nQ<|eot_id|><|start_header_id|>as"
-        "sistant<|end_header_id|>\n\n"
+        "<|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU<|eo"
+        "t_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|><|start_header_id|>user<|end_header_id|>"
+        "\n\nQ<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     ),
     "llama4": (
-        "<|header_start|>system<|header_end|>\n\nS<|eot|><|header_start|>user<|header_end|>"
-        "\n\nU<|eot|><|header_start|>assistant<|header_end|>\n\nA<|eot|><|header_start|>user<"
-        "|header_end|>\n\nQ<|eot|><|header_start|>assistant<|header_end|>\n\n"
+        "<|header_start|>system<|header_end|>\n\nS<|eot|><|header_start|>user<|header_end|>\n\nU<|eot|><|header_sta"
+        "rt|>assistant<|header_end|>\n\nA<|eot|><|header_start|>user<|header_end|>\n\nQ<|eot|><|header_start|>assis"
+        "tant<|header_end|>\n\n"
     ),
     "command-r": (
-        "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>S<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOK"
-        "EN|><|USER_TOKEN|>U<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
-        "A<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|USER_TOKEN|>Q<|END_OF_TURN_TOKEN|"
-        "><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+        "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>S<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|USER_TOKEN|>U<|END_O"
+        "F_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>A<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|USER_"
+        "TOKEN|>Q<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
     ),
     "phi3": (
         "<|system|>\n S <|end|>\n<|user|>\n U <|end|>\n<|assistant|>\n A <|end|>\n<|user|>\nQ<|end|>\n<|assistant|>\n"
     ),
     "phi4": (
-        "<|im_start|>system<|im_sep|> S <|im_end|><|im_start|>user<|im_sep|> U <|im_end|>"
-        "<|im_start|>assistant<|im_sep|> A <|im_end|><|im_start|>user<|im_sep|>Q<|im_end|"
-        "><|im_start|>assistant<|im_sep|>"
+        "<|im_start|>system<|im_sep|> S <|im_end|><|im_start|>user<|im_sep|> U <|im_end|><|im_start|>assistant<|im_"
+        "sep|> A <|im_end|><|im_start|>user<|im_sep|>Q<|im_end|><|im_start|>assistant<|im_sep|>"
     ),
     "zephyr": (
-        "<|system|>\n S <|endoftext|>\n<|user|>\n U <|endoftext|>\n<|assistant|>\n A <|endofte"
-        "xt|>\n<|user|>\nQ<|endoftext|>\n<|assistant|>\n"
+        "<|system|>\n S <|endoftext|>\n<|user|>\n U <|endoftext|>\n<|assistant|>\n A <|endoftext|>\n<|user|>\nQ<|en"
+        "doftext|>\n<|assistant|>\n"
     ),
     "granite": (
-        "<|start_of_role|>system<|end_of_role|> S <|end_of_text|>\n<|start_of_role|>user<|"
-        "end_of_role|> U <|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|> A <|en"
-        "d_of_text|>\n<|start_of_role|>user<|end_of_role|>Q<|end_of_text|>\n<|start_of_role"
-        "|>assistant<|end_of_role|>"
+        "<|start_of_role|>system<|end_of_role|> S <|end_of_text|>\n<|start_of_role|>user<|end_of_role|> U <|end_of_"
+        "text|>\n<|start_of_role|>assistant<|end_of_role|> A <|end_of_text|>\n<|start_of_role|>user<|end_of_role|>Q"
+        "<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>"
     ),
     "falcon3": "<|system|>\n S \n<|user|>\n U \n<|assistant|>\n A \n<|user|>\nQ\n<|assistant|>\n",
     "chatglm4": "[gMASK]<sop><|system|>\n S <|user|>\n U <|assistant|>\n A <|user|>\nQ<|assistant|>\n",
     "megrez": (
-        "<|role_start|>system<|role_end|> S <|turn_end|><|role_start|>user<|role_end|> U "
-        "<|turn_end|><|role_start|>assistant<|role_end|> A <|turn_end|><|role_start|>user"
-        "<|role_end|>Q<|turn_end|><|role_start|>assistant<|role_end|>"
+        "<|role_start|>system<|role_end|> S <|turn_end|><|role_start|>user<|role_end|> U <|turn_end|><|role_start|>"
+        "assistant<|role_end|> A <|turn_end|><|role_start|>user<|role_end|>Q<|turn_end|><|role_start|>assistant<|ro"
+        "le_end|>"
     ),
     "bailing": (
-        "<role>SYSTEM</role> S <role>HUMAN</role> U <role>ASSISTANT</role> A <role>HUMAN<"
-        "/role>Q<role>ASSISTANT</role>"
+        "<role>SYSTEM</role> S <role>HUMAN</role> U <role>ASSISTANT</role> A <role>HUMAN</role>Q<role>ASSISTANT</ro"
+        "le>"
     ),
     "deepseek3": " S \n\n<｜User｜> U <｜Assistant｜> A <｜end▁of▁sentence｜><｜User｜>Q<｜Assistant｜>",
     "mistral-v7": "[SYSTEM_PROMPT]  S [/SYSTEM_PROMPT][INST]  U [/INST]  A </s>[INST] Q[/INST]",

@@ -142,6 +142,10 @@ def test_endless_repetitions_are_read_in_linear_time(start: str, repeated: str) 
         'functools[{"name": "later" ":arguments": {"note": later", ":arguments": {"note": "x"}',
         "[later(a=1), later()</function>] text",
         'Hi Action: ```json\nHi Action: ```json\n[\n{"tool_name": "add", "parameters": {"a": 1}}\n]```',
+        '{"tool_name": "now", "parameters": {}} and',
+        '{"x": "y", "name": "add", "arguments": {"a": 1}}',
+        "[add(a=1), now()]]<]mi",
+        f"[add(a=1), now()]{M3}<tool_call>",
     ],
 )
 def test_damaged_calls_are_the_same_however_they_are_cut(reply: str) -> None:
@@ -251,6 +255,9 @@ def test_calls_without_arguments(reply: str, step: int) -> None:
         ("<parameter=texts>\n['1', \"2\",]\n</parameter>\n", {"texts": ["1", "2"]}),
         ("<parameter=parts>\n{'x': 'it is', 'y': (1)}\n</parameter>\n", {"parts": {"x": "it is", "y": "(1)"}}),
         ("<parameter=is_it>\nnull\n</parameter>\n", {"is_it": None}),
+        ("<parameter=is_it>\nNone\n</parameter>\n", {"is_it": None}),
+        ("<parameter=is_it>\nTrue\n</parameter>\n", {"is_it": True}),
+        ("<parameter=a>\n1e999\n</parameter>\n", {"a": "1e999"}),
         ("<parameter=other>\n[1, 2\n</parameter>\n", {"other": "[1, 2"}),
     ],
 )

@@ -248,12 +248,8 @@ def test_text_between_tags_that_is_no_call_stays_text_with_a_warning(body: str) 
         ("{'name': 'add', 'arguments': {'a': 1, 'note': 'it\\'s'}}", "", {"a": 1, "note": "it's"}, 0),
         ('{name: "add", arguments: {a: 1}}', "", {"a": 1}, 0),
         ('{"arguments": {"a": 1}, "name": "add"}', "", {"a": 1}, 0),
-        ('{"name": "add", "arguments": {"a": NaN}}', "", {"a": "NaN"}, 0),
-        ('{"name": "add", "arguments": {"a": "\\ud800"}}', "", {"a": "\ufffd"}, 0),
-        ('{"name": "add", "arguments": {"a": 1, }}', "", {"a": 1}, 0),
+        ('{"name": "add", "arguments": {"a": 1}', "", {"a": 1}, 0),
         ('{"name": "add", "arguments": {"a": 1, "note": "x', "", {"a": 1, "note": "x"}, 1),
-        (r'{"name": "add", "arguments": {"note": "C:\dir"}}', "", {"note": r"C:\dir"}, 0),
-        ('{"name": "add", "arguments": {"note": "a "b", c"}}', "", {"note": 'a "b", c'}, 0),
         ("<function=add>what", "what ", {}, 1),
         ("<function=add><parameter=a>1</parameter>what", "what ", {"a": 1}, 1),
         ("<function=add><parameter=a>1", "", {"a": 1}, 0),
@@ -267,15 +263,6 @@ def test_errors_in_a_call_are_repaired(body: str, text: str, arguments: object, 
         parser = ReplyParser(TOOLS)
         _, said, calls = parsed(parser, pieces)
         assert (said, calls, len(parser.warnings)) == (f"So: {text}Yes.", [arguments], n_warnings)
-
-
-def test_a_call_may_lack_its_last_bracket() -> None:
-    parser = ReplyParser(TOOLS)
-    assert parsed(parser, ['<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call> Yes.']) == (
-        "",
-        "Yes.",
-        [{"a": 1}],
-    )
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *HARMONY_CALLS])
@@ -332,41 +319,6 @@ def test_what_a_reply_begins_with_is_not_told_again(prefix: str, rest: str, expe
         assert (thinking, text, [call.arguments for call in calls]) == expected
 
 
-#: Closing tags of a call or of its parts, in each family's format.
-CLOSING = {
-    "hermes": "</tool_call>",
-    "qwen coder, nemotron 3": "</tool_call> </function> </parameter>",
-    "nemotron 2": "</TOOLCALL>",
-    "glm 4.6": "</tool_call> </arg_value>",
-    "hunyuan 3": "</tool_calls:opensource> </tool_call:opensource> </arg_value:opensource>",
-    "muse glimmer": "</atem:function_calls> </atem:invoke> </atem:parameter>",
-    "seed": "</seed:tool_call> </function> </parameter>",
-    "minicpm 5": "</function> </param>",
-    "command": "<|END_ACTION|>",
-    "apertus": "<|tools_suffix|>",
-    "solar": "<|calls|> <|tool_call:end|>",
-    "minimax m2": "</minimax:tool_call> </invoke> </parameter>",
-    "minimax m3": "</tool_call> </invoke> </note> <a>",
-    "mistral": "[TOOL_CALLS]",
-    "ministral": "[TOOL_CALLS]",
-    "llama 3": "<|python_tag|>",
-}
-
-
-@pytest.mark.parametrize(("family", "tag"), [(name, tag) for name, tags in CLOSING.items() for tag in tags.split()])
-@pytest.mark.parametrize("step", [1, 7, 10_000])
-def test_an_argument_may_have_what_closes_calls(family: str, tag: str, step: int) -> None:
-    arguments = json.dumps({**BOTH, "note": f"so {tag} it"})
-    call = FAMILIES[family].replace(NOTE, f"so {tag} it").replace(ARGUMENTS, arguments)
-    reply = call if tag in ("[TOOL_CALLS]", "<|python_tag|>") else f"{call} {call}"
-    pieces = [reply[i : i + step] for i in range(0, len(reply), step)]
-    parser = ReplyParser(TOOLS)
-    _, text, calls = parsed(parser, pieces)
-    assert not text.strip()
-    assert calls == [{"a": 1, "note": f"so {tag} it"}] * (1 if reply == call else 2)
-    assert not parser.warnings
-
-
 @pytest.mark.parametrize("step", [1, 7, 10_000])
 def test_arguments_between_tags_may_have_parts(step: int) -> None:
     def tagged(name: str, *values: str) -> str:
@@ -386,14 +338,6 @@ def test_arguments_between_tags_may_have_parts(step: int) -> None:
         "rows": [{"x": 1.5}, {"x": "two"}],
     }
     assert (text, parser.warnings) == ("", [])
-
-
-def test_a_marked_call_may_lack_its_end() -> None:
-    parser = ReplyParser(TOOLS)
-    events = parser.feed(f'{M3}<tool_call>{M3}<invoke name="add">{M3}<a>1{M3}</a>{M3}</tool_call> Yes')
-    (call,) = (event for event in events if isinstance(event, ToolCall))
-    assert (call.arguments, parser.warnings) == ('{"a": 1}', [])
-    assert "".join(event.text for event in events if isinstance(event, Piece)) == "Yes"
 
 
 def nested(n: int) -> str:
@@ -465,19 +409,6 @@ def test_a_reply_that_never_ends_a_call_is_read_in_linear_time(begin: str) -> No
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        '{"tool_name": "now", "parameters": {}} and',
-        '{"x": "y", "name": "add", "arguments": {"a": 1}}',
-        "[add(a=1), now()]]<]mi",
-        f"[add(a=1), now()]{M3}<tool_call>",
-    ],
-)
-def test_replies_that_were_read_otherwise_in_pieces(text: str) -> None:
-    assert called(text, 1) == called(text, 2) == called(text, 10_000)
-
-
-@pytest.mark.parametrize(
     "schema", [{"type": [["string"]]}, {"type": 5}, {"anyOf": 5}, {"enum": 5}, {"items": []}, [], 5], ids=str
 )
 @pytest.mark.parametrize("of_argument", [True, False])
@@ -527,38 +458,6 @@ def test_arguments_in_python(arguments: str, expected: object, n_warnings: int) 
         assert n_warnings or (calls, text) == ([expected, {"a": 2}], "Yes.")
 
 
-def between_tags(parameters: dict[str, object], value: str) -> object:
-    """Parse an argument called a."""
-    reply = f"<tool_call>add<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
-    _, _, (call,) = parsed(ReplyParser([{"function": {"name": "add", "parameters": parameters}}]), [reply])
-    assert isinstance(call, dict)
-    return call["a"]
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "string"},
-        {"type": ["string", "null"]},
-        {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        {"$ref": "#/$defs/Code"},
-        {"allOf": [{"$ref": "#/$defs/Code"}]},
-        {"enum": ["12", "true"]},
-        {"const": "12"},
-    ],
-    ids=str,
-)
-def test_what_may_be_text_stays_text_between_tags(schema: dict[str, object]) -> None:
-    parameters = {"properties": {"a": schema}, "$defs": {"Code": {"type": "string"}}}
-    for value in ("12", "true"):
-        assert between_tags(parameters, value) == value
-
-
-@pytest.mark.parametrize(("value", "read"), [("True", True), ("None", None), ("12", 12), ("1e999", "1e999")])
-def test_what_is_no_text_is_read_in_pythons_words_too(value: str, read: object) -> None:
-    assert between_tags({"properties": {"a": {"type": ["integer", "boolean", "null"]}}}, value) == read
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_call_of_a_tool_that_was_not_offered_is_a_call(family: str) -> None:
     """The program that runs tools reports an unknown tool; text instead would end the model's turn."""
@@ -581,16 +480,3 @@ def test_a_reply_that_begins_in_the_midst_of_thinking() -> None:
         "",
         [{"a": 1}],
     )
-
-
-OFFERED: list[dict[str, Any]] = [
-    *TOOLS,
-    {"function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
-]
-
-
-def called(reply: str, step: int) -> tuple[str, list[tuple[str, Any]], list[str]]:
-    """Return text and calls of a reply that arrives in chunks, and the warnings."""
-    parser = ReplyParser(OFFERED)
-    _, text, calls = read(parser, [reply[i : i + step] for i in range(0, len(reply), step)])
-    return text.strip(), [(call.name, json.loads(call.arguments)) for call in calls], parser.warnings
