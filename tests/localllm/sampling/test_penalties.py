@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,31 +50,6 @@ def test_penalize_keeps_impossible_tokens_impossible_and_overflows_in_silence() 
     logits = np.array([-np.inf, -3e38, 1.0], np.float32)
     both: dict[str, Any] = {"ids": np.array([0, 1]), "counts": np.array([1, 1])}
     assert penalize(logits, **both, repeat=1.5, presence=-9.0, frequency=0).tolist() == [-np.inf, -np.inf, 1]
-
-
-@given(
-    ids,
-    ids,
-    st.integers(-1, 8).filter(bool),
-    st.sampled_from([0.5, 1.0, 1.3]),
-    st.floats(-2, 2),
-    st.floats(-2, 2),
-)
-def test_penalties_look_over_their_window(
-    prompt: list[int], generated: list[int], window: int, repeat: float, presence: float, frequency: float
-) -> None:
-    recent = prompt if window < 0 else prompt[-window:]
-    step = RepetitionPenalties(recent, window=window, repeat=repeat, presence=presence, frequency=frequency)
-    for id_ in generated:
-        step.accept(id_)
-    logits = np.linspace(-1, 1, N_VOCAB).astype(np.float32)
-    expected = [float(logit) for logit in logits]
-    text = prompt + generated
-    for id_, count in Counter(text if window < 0 else text[-window:]).items():
-        expected[id_] = expected[id_] / repeat if expected[id_] > 0 else expected[id_] * repeat
-        expected[id_] -= presence
-        expected[id_] -= count * frequency
-    np.testing.assert_allclose(step(logits), expected, rtol=1e-6, atol=1e-6)
 
 
 @given(st.lists(st.integers(0, 2), max_size=40))
