@@ -56,7 +56,7 @@ async def test_enter_after_a_folder_name_sends_all_its_files(
         # The first message contains the names too, so wait for the list itself.
         await chat.until(lambda: len(chat.app._chat.suggestions.choices) == 2)
         await chat.press("down", "enter")
-        assert chat.app._chat.composer.text.rstrip('" ').endswith("b.txt")
+        await chat.until(lambda: chat.app._chat.composer.text.rstrip('" ').endswith("b.txt"))
 
 
 async def test_enter_sends_and_other_keys_start_lines() -> None:
@@ -82,20 +82,20 @@ async def test_the_history_recalls_earlier_input(tmp_path: Path) -> None:
         editor.typed.newer()
         await chat.ask("second")
         await chat.type("draft")
-        seen = []
-        for key in ("up", "up", "up", "down", "down", "down"):
-            await chat.press(key)
-            seen.append(editor.text)
-        assert seen == ["second", "first", "first", "second", "draft", "draft"]
+        for key, *texts in (("up", "second", "first", "first"), ("down", "second", "draft", "draft")):
+            for text in texts:
+                await chat.press(key)
+                await chat.until(lambda text=text: editor.text == text)
         editor.empty()
         await chat.say("/stats")
         await chat.press("escape")
-        seen = []
-        for key in ("up", "up", "down"):  # these keys move through the history
+        for key, text in (
+            ("up", "/stats"),
+            ("up", "second"),
+            ("down", "/stats"),
+        ):  # these keys move through the history
             await chat.press(key)
-            await chat.rest()
-            seen.append(editor.text)
-        assert seen == ["/stats", "second", "/stats"]
+            await chat.until(lambda text=text: editor.text == text)
     assert PromptHistory(path).load() == ["first", "second", "/stats"]
 
 
@@ -401,9 +401,9 @@ async def test_ctrl_d_quits_if_the_editor_is_empty() -> None:
     async with chatting(setup(AppModel())) as chat:
         await chat.type("ab")
         await chat.press("home", "ctrl+d")
-        assert chat.app._chat.composer.text == "b"
+        await chat.until(lambda: chat.app._chat.composer.text == "b")
         await chat.press("ctrl+d")
-        assert chat.app._chat.composer.text == ""
+        await chat.until(lambda: chat.app._chat.composer.text == "")
         assert chat.app.is_running
         await chat.press("ctrl+d")
         await chat.until(lambda: not chat.app.is_running)

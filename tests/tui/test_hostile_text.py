@@ -107,7 +107,7 @@ async def test_a_long_message_and_a_long_result_are_folded() -> None:
         said, reply = chat.views
         assert "97,500 more characters (t unfolds)" in str(said._said.render())
         await chat.press("t")
-        assert str(said._said.render()) == "word " * 20_000
+        await chat.until(lambda: str(said._said.render()) == "word " * 20_000)
         await chat.press("down", "t")
         shown = str(reply._calls.query_one(".thought").render())  # type: ignore[attr-defined]
         assert shown.count("30,000 more characters") == 2

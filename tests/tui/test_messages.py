@@ -31,7 +31,7 @@ async def test_a_message_is_edited_and_the_user_moves_through_branches() -> None
         assert chat.app._chat.composer.text == ""
         await chat.ask("b")
         await chat.press("ctrl+up", "up", "up", "up")
-        assert chat.app._chat.selected is chat.views[0]
+        await chat.until(lambda: chat.app._chat.selected is chat.views[0])
         await chat.press("e")
         await chat.sees("Editing your message")
         await chat.ask("c")

@@ -82,7 +82,7 @@ async def test_a_full_context_opens_a_dialog_once_its_chat_is_shown() -> None:
         steps.set()
         await chat.until(lambda: chat.app.models.chats[0].turn is None)
         await chat.press(*"hm")
-        assert chat.app._chat.composer.text == "hm"
+        await chat.until(lambda: chat.app._chat.composer.text == "hm")
         await chat.press("ctrl+pageup")
         await chat.sees("The context is full")
         await chat.press("escape")

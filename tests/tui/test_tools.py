@@ -304,7 +304,7 @@ async def test_in_the_app_a_question_takes_no_keys(folder: Path) -> None:
         await chat.say("read")
         await chat.sees("May the model use read_file")
         await chat.press(*"yes")
-        assert chat.app._chat.composer.text == "yes"
+        await chat.until(lambda: chat.app._chat.composer.text == "yes")
         await chat.press("f3")
         await chat.sees("with any arguments")
         await chat.press("down", "enter")
