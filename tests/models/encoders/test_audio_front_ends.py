@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ def test_files_become_samples(kind: str, bound: float, tmp_path: Path) -> None:
 def test_rates_and_channels() -> None:
     """Compare with soxr applied to the mean of the channels, as librosa does for transformers."""
     soxr = pytest.importorskip("soxr")
-    for rate, n in ((8000, 1), (44_100, 2), (48_000, 6)):
+    for rate, n in ((8000, 1), (44_100, 2), (48_000, 6), (RATE, 8)):
         t = np.arange(rate * 3) / rate
         channels = np.stack([0.2 * np.sin(2 * np.pi * 440 * (i + 1) * t) for i in range(n)], axis=1)
         found = open_audio(file_of(channels, rate=rate, subtype="FLOAT"))
@@ -146,12 +145,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def llm(files: Path) -> Iterator[LLM]:
-    with localllm.load(files / "model.gguf", device="cpu", context=512, threads=1) as loaded:
-        yield loaded
-
-
 def test_the_command_of_the_documentation(
     llm: LLM, files: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -214,12 +207,6 @@ def _folder_of(folder: Path, values: dict[str, Any]) -> Path:
 
 
 # -- The server ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server(files: Path) -> Iterator[Serving]:
-    with serving(demo(path=files / "model.gguf", context=512)) as started:
-        yield started
 
 
 def test_official_clients_send_audio(server: Serving, llm: LLM) -> None:

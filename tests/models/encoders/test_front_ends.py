@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import io
 import re
 import shlex
 import shutil
@@ -30,11 +29,11 @@ from localllm.errors import ContextLengthError, LocalLLMError, ModelError, Templ
 from localllm.loading import media_encoder
 from localllm.models.encoders.images import open_image
 from localllm.server import image_urls
-from localllm.server.http import Limits
 from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.gguf_writer import write_gguf
-from tests.helpers.http_server import Serving, demo, serving
+from tests.helpers.http_server import Serving
+from tests.helpers.images import file_of
 from tests.helpers.terminal import Terminal
 from tests.localllm.server.test_serve_command import started
 from tests.models.encoders.families import Image, make, picture
@@ -55,31 +54,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def llm(files: Path) -> Iterator[LLM]:
-    with localllm.load(files / "model.gguf", device="cpu", context=512, threads=1) as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module")
-def server(files: Path) -> Iterator[Serving]:
-    limits = Limits(image_hosts=("127.0.0.1",), max_body=4 << 20)
-    with serving(demo(path=files / "model.gguf", context=512), limits=limits) as started:
-        yield started
-
-
-def data_of(image: Any, kind: str = "PNG", **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 def text_of(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
 def data_url(image: Any) -> str:
-    return f"data:image/png;base64,{text_of(data_of(image))}"
+    return f"data:image/png;base64,{text_of(file_of(image))}"
 
 
 def asked(url: str, text: str = "what is it") -> list[Any]:
@@ -175,7 +155,7 @@ def test_the_chat_draws_images_in_a_terminal(files: Path, tmp_path: Path) -> Non
 
 def test_official_clients_send_images(server: Serving) -> None:
     openai, anthropic, ollama = map(pytest.importorskip, ("openai", "anthropic", "ollama"))
-    one, data = picture(75, 130), text_of(data_of(picture(75, 130)))
+    one, data = picture(75, 130), text_of(file_of(picture(75, 130)))
     before = server.llm.counts.encoded
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
         chat = client.chat.completions.create(model="demo", messages=asked(data_url(one)), max_tokens=2)
@@ -190,10 +170,10 @@ def test_official_clients_send_images(server: Serving) -> None:
         content: Any = [{"type": "image", "source": source}, {"type": "text", "text": "hm"}]
         said = client.messages.create(model="demo", messages=[{"role": "user", "content": content}], max_tokens=2)
     with ollama.Client(host=server.url) as client:
-        message = {"role": "user", "content": "hm", "images": [data_of(one)]}
+        message = {"role": "user", "content": "hm", "images": [file_of(one)]}
         told = client.chat("demo", messages=[message], options={"num_predict": 2})
         assert "vision" in client.show("demo").capabilities
-        first = client.generate("demo", "hm", images=[data_of(one)], options={"num_predict": 2})
+        first = client.generate("demo", "hm", images=[file_of(one)], options={"num_predict": 2})
         assert client.generate("demo", "and?", context=first.context, options={"num_predict": 2}).context
     n_tokens = (
         chat.usage.prompt_tokens,
@@ -208,7 +188,7 @@ def test_official_clients_send_images(server: Serving) -> None:
 
 def test_multimodal_data_and_the_reported_capabilities(server: Serving, llm: LLM) -> None:
     image = picture(64, 64)
-    prompt = {"prompt_string": "a <__media__> b", "multimodal_data": [text_of(data_of(image))]}
+    prompt = {"prompt_string": "a <__media__> b", "multimodal_data": [text_of(file_of(image))]}
     body = {"prompt": prompt, "n_predict": 3, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{server.url}/completion", json=body, timeout=120).json()
     expected = llm.generate("a <__media__> b", images=[image], max_tokens=3, temperature=0, ignore_eos=True)
@@ -255,7 +235,7 @@ def test_addresses_of_allowed_hosts_are_fetched(server: Serving, monkeypatch: py
         body = {"messages": asked(url), "max_tokens": 1}
         return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
 
-    with pictures_on_the_web(data_of(picture(40, 50))) as url:
+    with pictures_on_the_web(file_of(picture(40, 50))) as url:
         assert "127.0.0.1 is not a public host on the Internet" in post(f"{url}/cat.png").json()["error"]["message"]
         monkeypatch.setattr(web, "is_public", lambda address: True)
         assert post(f"{url}/cat.png").status_code == 200
@@ -321,7 +301,7 @@ def test_any_error_of_a_decoder_is_reported_in_a_sentence(llm: LLM, monkeypatch:
     def fail(*_: Any) -> None:
         raise IndexError("index out of range")
 
-    data = data_of(picture(8, 8), "GIF")
+    data = file_of(picture(8, 8), "GIF")
     monkeypatch.setattr("PIL.GifImagePlugin.GifImageFile.load", fail)
     monkeypatch.setattr("localllm.models.encoders.isolation._interpreter", lambda: None)  # decodes in this process
     with pytest.raises(UsageError, match=r"cannot be read \(index out of range\): the file is damaged"):
@@ -331,19 +311,19 @@ def test_any_error_of_a_decoder_is_reported_in_a_sentence(llm: LLM, monkeypatch:
 def test_odd_images_are_seen(llm: LLM) -> None:
     """Return data URLs with a false type, of several modes, one pixel, a line, and an animation."""
     base = picture(30, 20)
-    modes = [data_of(base.convert(mode), "TIFF") for mode in ("1", "L", "P", "CMYK", "RGBA")]
-    deep = data_of(Image.fromarray(np.full((9, 9), 40_000, np.uint16)))
-    for data in (*modes, deep, data_of(Image.new("RGB", (1, 1))), data_of(Image.new("RGB", (20_000, 1)))):
+    modes = [file_of(base.convert(mode), "TIFF") for mode in ("1", "L", "P", "CMYK", "RGBA")]
+    deep = file_of(Image.fromarray(np.full((9, 9), 40_000, np.uint16)))
+    for data in (*modes, deep, file_of(Image.new("RGB", (1, 1))), file_of(Image.new("RGB", (20_000, 1)))):
         ids = llm.tokenize_chat(asked(f"data:text/plain;base64,{text_of(data)}"))
         assert sum(id_ < 0 for id_ in ids) == N_TOKENS
     frames = [picture(20, 20), picture(20, 21).resize((20, 20))]
-    gif = data_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    gif = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
     with pytest.warns(UserWarning, match="is an animation: the model sees its first frame"):
         llm.tokenize_chat(messages(gif))
 
 
 def test_many_and_large_images_are_refused_within_bounds(llm: LLM, server: Serving) -> None:
-    small = data_of(picture(8, 8))
+    small = file_of(picture(8, 8))
     with pytest.raises(ContextLengthError):
         llm.chat(messages(*[small] * 1000), **GREEDY)
     body = {"messages": [each for _ in range(1000) for each in asked(f"data:;base64,{text_of(small)}")]}
@@ -351,7 +331,7 @@ def test_many_and_large_images_are_refused_within_bounds(llm: LLM, server: Servi
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     long = b'{"messages": "' + b"A" * (5 << 20)
     assert httpx.post(f"{server.url}/v1/chat/completions", content=long, timeout=60).status_code == 413
-    bomb = data_of(Image.new("1", (20_000, 20_000)))
+    bomb = file_of(Image.new("1", (20_000, 20_000)))
     with pytest.raises(UsageError, match=r"400,?000,?000 pixels"):
         llm.tokenize_chat(messages(bomb))
 
@@ -404,7 +384,7 @@ def test_models_and_templates_without_a_place_for_images_refuse(files: Path) -> 
 
 # -- Encoded once --------------------------------------------------------------------------------------------------
 
-IMAGES = [data_of(picture(20 + i, 40)) for i in range(3)]
+IMAGES = [file_of(picture(20 + i, 40)) for i in range(3)]
 
 
 def ten_turns(reply: Callable[[list[Any]], str]) -> list[list[Any]]:

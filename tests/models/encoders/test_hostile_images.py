@@ -24,10 +24,11 @@ from localllm.tui.widgets.image import half_blocks
 from tests.helpers.command_line import run_main
 from tests.helpers.fake_chat import play
 from tests.helpers.http_server import Serving
+from tests.helpers.images import file_of
 from tests.models.encoders.families import Image, picture
-from tests.models.encoders.test_front_ends import GREEDY, asked, data_of, files, llm, messages, server, text_of
+from tests.models.encoders.test_front_ends import GREEDY, asked, files, messages, text_of
 
-__all__ = ["files", "llm", "server"]  # fixtures
+__all__ = ["files"]  # a fixture
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 #: Number of files to test, over all formats.
@@ -50,7 +51,7 @@ def mutated(kind: str, number: int) -> bytes:
         options["exif"] = exif
     kept = options if kind in ("GIF", "WEBP", "TIFF", "PNG") else {k: v for k, v in options.items() if k == "exif"}
     choices = modes.get(kind, ("RGB",))
-    bad = bytearray(data_of(image.convert(choices[number % len(choices)]), kind, **kept))
+    bad = bytearray(file_of(image.convert(choices[number % len(choices)]), kind, **kept))
     if number % 3 == 0:
         del bad[int(rng.integers(1, len(bad))) :]
     # Headers contain the sizes and offsets.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import subprocess
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -25,6 +23,7 @@ from localllm.models.encoders.sounds import open_audio
 from tests.helpers import decoders
 from tests.helpers.data import ROOT
 from tests.helpers.fork import in_forked_child, needs_fork
+from tests.helpers.images import file_of
 
 #: Generous limit for work that takes a second or less.
 BOUND_S = 30
@@ -38,12 +37,6 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[isolation._Pool]:
     monkeypatch.setattr(isolation, "_pool", pool)
     yield pool
     pool.close()
-
-
-def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 # -- Hostile files ---------------------------------------------------------------------------------------------------

@@ -13,16 +13,11 @@ from PIL import Image
 from localllm.errors import UsageError
 from localllm.models.encoders.images import open_image
 from localllm.models.encoders.sounds import RATE, open_audio
+from tests.helpers.images import file_of
 
 #: Black to white.
 RAMP = np.tile(np.linspace(0, 255, 16).astype(np.uint8), (4, 1))
 RGB = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
-
-
-def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def pixels(data: Any) -> Any:
@@ -167,13 +162,3 @@ def test_audio_of_odd_sample_formats(kind: str, subtype: str) -> None:
     soundfile.write(file, TONE, RATE, format=kind, subtype=subtype)
     bound = {"PCM_U8": 1e-2, "ULAW": 3e-2, "ALAW": 3e-2}.get(subtype, 1e-4)
     assert np.abs(open_audio(file.getvalue()) - TONE).max() < bound
-
-
-@pytest.mark.parametrize("kind", ["WAV", "WAVEX", "FLAC"])
-@pytest.mark.parametrize("n_channels", [2, 4, 6, 8])
-def test_channels_are_averaged(kind: str, n_channels: int) -> None:
-    soundfile = pytest.importorskip("soundfile")
-    file = io.BytesIO()
-    channels = np.stack([TONE * (i + 1) / n_channels for i in range(n_channels)], axis=1)
-    soundfile.write(file, channels, RATE, format=kind, subtype="PCM_24")
-    assert np.abs(open_audio(file.getvalue()) - channels.mean(axis=1)).max() < 1e-4

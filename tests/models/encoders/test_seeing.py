@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import io
 import queue
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -26,6 +25,7 @@ from localllm.loading.media_encoder import MediaEncoder
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers.backends import no_harness
 from tests.helpers.gpus import have_gpus
+from tests.helpers.images import file_of
 from tests.models.encoders.families import FAMILIES, SIZES, make, picture, processor_of, torch
 
 #: A template that renders an image like the families' templates.
@@ -133,9 +133,7 @@ def test_a_chat_with_images_continues_as_in_transformers(seeing: Any, name: str,
     assert list(llm.chat(chat, **options).ids) == expected
     assert llm.counts.encoded == 2
     # From the cache, after an edit before the image, and with another file of the same pixels.
-    file = io.BytesIO()
-    images[0].save(file, "PNG")
-    edited = messages("ones", file.getvalue(), "and two", np.asarray(images[1]), "what is it")
+    edited = messages("ones", file_of(images[0]), "and two", np.asarray(images[1]), "what is it")
     ids = llm.tokenize_chat(edited)
     assert list(llm.chat(edited, **options).ids) == greedy(model, name, ids, images)
     assert llm.counts.encoded == 2
