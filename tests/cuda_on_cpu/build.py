@@ -20,15 +20,8 @@ from pathlib import Path
 from tests.cuda_on_cpu.errors import BuildError
 
 RUNTIME = Path(__file__).parent / "runtime"
-_COMMON = (
-    "-std=c++17",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-fno-strict-aliasing",
-    "-march=x86-64-v3",
-    "-ffp-contract=off",
-    "-w",
-)
+_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -fno-strict-aliasing -march=x86-64-v3 -ffp-contract=off -w"
+_COMMON = (*_FLAGS.split(),)
 _RUNTIME_FLAGS = ("-O2",)
 # Options with and without checks of memory accesses.  Kernels of tests run briefly, so more optimisation costs time.
 _MODULE_FLAGS = {False: ("-Og",), True: ("-O0", "-DCHECKING")}

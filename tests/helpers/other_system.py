@@ -32,28 +32,11 @@ from typing import Any
 
 SYSTEM, MISSING_NAMES = "TEST_AS", "TEST_AS_MISSING"
 #: Modules whose names differ between systems.
-MODULES = [
-    "os",
-    "sys",
-    "signal",
-    "mmap",
-    "socket",
-    "select",
-    "time",
-    "subprocess",
-    "asyncio",
-    "ctypes",
-    "fcntl",
-    "termios",
-    "resource",
-    "pwd",
-    "grp",
-    "tty",
-    "pty",
-    "readline",
-    "curses",
-    "msvcrt",
-]
+NAMES = """
+    os sys signal mmap socket select time subprocess asyncio ctypes fcntl termios resource pwd grp tty pty readline
+    curses msvcrt
+"""
+MODULES = NAMES.split()
 _NT_SIGNS = frozenset('<>:"|?*')
 _HERE = Path(__file__).parent
 _open, _import = io.open, builtins.__import__

@@ -55,18 +55,11 @@ _LAYER_NAMES = {
 #: GGUF names of architectures with a different name.
 _ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 
+#: File types by the type of the matrices.
 _FILE_TYPES = {
-    GGMLType.F32: gguf.LlamaFileType.ALL_F32,
-    GGMLType.F16: gguf.LlamaFileType.MOSTLY_F16,
-    GGMLType.BF16: gguf.LlamaFileType.MOSTLY_BF16,
-    GGMLType.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0,
-    GGMLType.Q4_1: gguf.LlamaFileType.MOSTLY_Q4_1,
-    GGMLType.Q5_0: gguf.LlamaFileType.MOSTLY_Q5_0,
-    GGMLType.Q5_1: gguf.LlamaFileType.MOSTLY_Q5_1,
-    GGMLType.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0,
-    GGMLType.Q4_K: gguf.LlamaFileType.MOSTLY_Q4_K_S,
-    GGMLType.Q5_K: gguf.LlamaFileType.MOSTLY_Q5_K_S,
-    GGMLType.Q6_K: gguf.LlamaFileType.MOSTLY_Q6_K,
+    type: getattr(gguf.LlamaFileType, f"{'ALL' if type is GGMLType.F32 else 'MOSTLY'}_{type.name}{suffix}")
+    for suffix, names in (("", "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q6_K"), ("_S", "Q4_K Q5_K"))
+    for type in map(GGMLType.__getitem__, names.split())
 }
 
 
@@ -161,10 +154,7 @@ def write_gguf(
 
 
 def write_file(
-    path: Path,
-    architecture: str,
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, tuple[NDArray[Any], GGMLType]],
+    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[NDArray[Any], GGMLType]]
 ) -> Path:
     """Write a GGUF file of metadata (int as uint32, negative or in lists as int32; float as float32) and encoded
     tensors."""
@@ -312,21 +302,8 @@ def llama3_factors(config: Mapping[str, Any]) -> Array:
 
 def spm_vocabulary(n_vocab: int) -> dict[str, Any]:
     """Return a SentencePiece vocabulary: 3 special tokens, 256 bytes, then letters and a few words."""
-    pieces = [
-        "▁",
-        *"etaoinshrdlucmfwygpbvkxqjz",
-        "▁t",
-        "he",
-        "▁the",
-        "in",
-        "er",
-        "an",
-        "▁a",
-        "on",
-        "re",
-        "nd",
-        "▁and",
-    ]
+    words = "▁t he ▁the in er an ▁a on re nd ▁and"
+    pieces = ["▁", *"etaoinshrdlucmfwygpbvkxqjz", *words.split()]
     pieces += [f"<extra_{i}>" for i in range(n_vocab - 259 - len(pieces))]
     pieces = pieces[: n_vocab - 259]
     return {

@@ -20,17 +20,7 @@ import pytest
 from tests.helpers.other_system import KERNEL32, MSVCRT
 
 #: Functions missing on Windows or in Python for Windows.
-MISSING = (
-    "killpg",
-    "sysconf",
-    "sched_getaffinity",
-    "fork",
-    "getuid",
-    "geteuid",
-    "setsid",
-    "mkfifo",
-    "register_at_fork",
-)
+MISSING = "killpg sysconf sched_getaffinity fork getuid geteuid setsid mkfifo register_at_fork"
 
 
 class Sys:
@@ -100,7 +90,7 @@ def windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return
     elsewhere(monkeypatch, "win32")
     keep_files_in_use(monkeypatch)
-    for name in MISSING:
+    for name in MISSING.split():
         monkeypatch.delattr(os, name, raising=False)
     monkeypatch.setattr("localllm.files.msvcrt", MSVCRT, raising=False)
     monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=KERNEL32), raising=False)

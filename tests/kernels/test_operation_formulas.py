@@ -427,10 +427,7 @@ GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
 def activation(activation: str) -> Case:
     function, bounds = GATES[activation]
     return Case(
-        lambda graph, x: graph.add(operations.Activation(x, activation)),
-        [with_large(3.0)],
-        function,
-        **bounds,
+        lambda graph, x: graph.add(operations.Activation(x, activation)), [with_large(3.0)], function, **bounds
     )
 
 
@@ -596,19 +593,23 @@ ROUTING: dict[str, dict[str, Any]] = {
 }
 
 
+def by_number(graph: Graph, x: g.Tensor, chosen: Any, numbers: Array) -> g.Tensor:
+    """Add the outputs of experts that multiply x by their numbers, so the result shows the weight of each expert."""
+    ones, multiples = (np.array([n * np.eye(x.width) for n in own], np.float32) for own in (numbers**0, numbers))
+    (h,) = graph.add(operations.ExpertLinears(x, (_experts(ones),), chosen))
+    return graph.add(operations.ExpertOutput(h, _experts(multiples), chosen, x))
+
+
 @cases(kind=tuple(ROUTING), norm_topk_prob=(False, True))
 def routing(kind: str, norm_topk_prob: bool) -> Case:
-    """Expert i multiplies the row by i + 1, so the result shows the weight of each expert."""
     n, k, d, own = 12, 3, 32, ROUTING[kind]
     logits, x = 2 * rows(n, 5), rows(d, 4)
     bias, scales, numbers = random(n, seed=6) / 4, np.exp(random(n, seed=7)), np.arange(1.0, n + 1)
     weights = {name: f32(w) for name, w in (("selection_bias", bias), ("expert_scales", scales)) if name in own}
-    matrices = np.array([number * np.eye(d) for number in numbers], np.float32)
 
     def build(graph: Graph, x: g.Tensor, logits: g.Tensor) -> g.Tensor:
         chosen = graph.add(operations.Route(logits, k, norm_topk_prob, **{**own, **weights}))
-        (h,) = graph.add(operations.ExpertLinears(x, (_experts(np.array([np.eye(d)] * n, np.float32)),), chosen))
-        return graph.add(operations.ExpertOutput(h, _experts(matrices), chosen, x))
+        return by_number(graph, x, chosen, numbers)
 
     def expected(x: Array, logits: Array) -> Array:
         out = x.copy()
@@ -635,12 +636,10 @@ def routing_by_token(norm_topk_prob: bool) -> Case:
     logits, x, rng = 2 * rows(n, 5), rows(d, 4), np.random.default_rng(6)
     given = rng.permuted(np.tile(np.arange(n), (len(x), 1)), axis=1)[:, :k].astype(np.float32)
     numbers = np.arange(1.0, n + 1)
-    matrices = np.array([number * np.eye(d) for number in numbers], np.float32)
 
     def build(graph: Graph, x: g.Tensor, logits: g.Tensor, given: g.Tensor) -> g.Tensor:
         chosen = graph.add(operations.Route(logits, k, norm_topk_prob, 1.5, "sqrt_softplus", expert_ids=given))
-        (h,) = graph.add(operations.ExpertLinears(x, (_experts(np.array([np.eye(d)] * n, np.float32)),), chosen))
-        return graph.add(operations.ExpertOutput(h, _experts(matrices), chosen, x))
+        return by_number(graph, x, chosen, numbers)
 
     def expected(x: Array, logits: Array, given: Array) -> Array:
         p = np.take_along_axis(np.sqrt(softplus(logits)), given.astype(int), axis=1)
@@ -927,7 +926,6 @@ class Heads:
             kept_rows(self.n_kv_heads, d, type, s)
             for d, type, s in zip((self.key_dim, self.value_dim), self.cache.types, (2, 3), strict=True)
         )
-        q = rows(self.n_heads * self.key_dim, 1).astype(np.float16).astype(np.float32)
         kept = self.cache
         is_kept = kept.types == ("f16", "f16") or (kept.values_in_keys and not any(kept.rotations))
         is_kept &= not (self.rope or self.k_norm or self.v_norm)
@@ -943,7 +941,7 @@ class Heads:
             more["only"] = "reference", "cpu"
         if self.has_spans or (self.rope and self.rope.axes):
             more["completed"] = with_media
-        return Case(self.build, [q, keys, values], self.expected, slow=slow, **more)
+        return Case(self.build, [queries(self), keys, values], self.expected, slow=slow, **more)
 
     @property
     def cache(self) -> KVCache:
@@ -1098,6 +1096,22 @@ def attention_to_few_bits(kind: str, type: CacheType) -> Case:
     return replace(replace(OPTIONS[kind], type=type).case(), has_near=type != one)
 
 
+def queries(made: Heads) -> Array:
+    """Random queries that float16 stores without rounding."""
+    return rows(made.n_heads * made.key_dim, 1).astype(np.float16).astype(np.float32)
+
+
+def attended_latents(made: Heads, q: Array, keys_of: Callable[[int], Array], sinks: Array | None = None) -> Array:
+    """Attention of each token t to the latents ``keys_of(t)``: [n_tokens, n_heads * value_dim]."""
+    out = np.zeros((len(q), made.n_heads, made.value_dim))
+    for t, own in enumerate(heads(q, made.key_dim)):
+        keys = keys_of(t)
+        terms = np.exp(own @ keys.T * made.key_dim**-0.5)
+        total = terms.sum(1) + (0 if sinks is None else np.exp(sinks))
+        out[t] = terms @ keys[:, : made.value_dim] / total[:, None]
+    return out.reshape(len(q), -1)
+
+
 @cases(k=(1, 20, 70), type=("f16", "q8_0"), sinks=(False, True))
 def selected_attention(k: int, type: CacheType, sinks: bool) -> Case:
     """Attention to the k positions with the highest scores of an indexer with five heads."""
@@ -1117,26 +1131,13 @@ def selected_attention(k: int, type: CacheType, sinks: bool) -> Case:
         products = np.einsum("thd,sd->ths", heads(of_index, 24), index_key)
         scores = np.einsum("ths,th->ts", np.maximum(products, 0), weights)
         scores[~np.tri(len(q), dtype=bool)] = -np.inf
-        of_head = made.sink_scores() if sinks else np.full(made.n_heads, -np.inf)
-        out = np.zeros((len(q), made.n_heads, made.value_dim))
-        for t, own in enumerate(heads(q, made.key_dim)):
-            chosen = key[np.argsort(-scores[t], kind="stable")[: min(k, t + 1)]]
-            terms = np.exp(own @ chosen.T * made.key_dim**-0.5)
-            out[t] = terms @ chosen[:, : made.value_dim] / (terms.sum(1) + np.exp(of_head))[:, None]
-        return out.reshape(len(q), -1)
+        chosen = [key[np.argsort(-scores[t], kind="stable")[: min(k, t + 1)]] for t in range(len(q))]
+        return attended_latents(made, q, chosen.__getitem__, made.sink_scores() if sinks else None)
 
     kept = [kept_rows(1, dim, type, seed) for dim, seed in ((made.key_dim, 2), (24, 4))]
-    inputs = [rows(made.n_heads * made.key_dim, 1), kept[0], rows(5 * 24, 3), kept[1], rows(5, 5)]
-    inputs[0] = inputs[0].astype(np.float16).astype(np.float32)
-    return Case(
-        build,
-        inputs,
-        expected,
-        rtol=1e-4,
-        attends=True,
-        every_cpu=k == 20,
-        has_near=k == 70 or sinks != (type == "q8_0"),
-    )
+    inputs = [queries(made), kept[0], rows(5 * 24, 3), kept[1], rows(5, 5)]
+    has_near = k == 70 or sinks != (type == "q8_0")
+    return Case(build, inputs, expected, rtol=1e-4, attends=True, every_cpu=k == 20, has_near=has_near)
 
 
 @cases(k=(16, 48))
@@ -1155,21 +1156,17 @@ def attention_to_runs(k: int) -> Case:
         return graph.add(operations.Attention(q, cache, made.key_dim**-0.5, selected=selected))
 
     def expected(q: Array, key: Array, of_index: Array, index_key: Array, gates: Array, weights: Array) -> Array:
-        out = np.zeros((len(q), made.n_heads, made.value_dim))
-        for t, own in enumerate(heads(q, made.key_dim)):
+        def chosen(t: int) -> Array:
             n = (t + 1) // run
             powers = np.exp(gates[: n * run].reshape(n, run, dim) + pool)
             keys = (powers * index_key[: n * run].reshape(n, run, dim)).sum(1) / powers.sum(1)
             scores = weights[t] @ np.maximum(of_index[t].reshape(5, dim) @ keys.T, 0)
-            runs = np.sort(np.argsort(-scores, kind="stable")[: k // run])
-            chosen = key[np.append(runs[:, None] * run + np.arange(run), np.arange(n * run, t + 1))]
-            terms = np.exp(own @ chosen.T * made.key_dim**-0.5)
-            out[t] = terms @ chosen[:, : made.value_dim] / terms.sum(1)[:, None]
-        return out.reshape(len(q), -1)
+            return key[positions_of(scores, run, k, t)]
+
+        return attended_latents(made, q, chosen)
 
     kept = [kept_rows(1, n, "f16", seed) for n, seed in ((made.key_dim, 2), (dim, 4), (dim, 6))]
-    inputs = [rows(made.n_heads * made.key_dim, 1), kept[0], rows(5 * dim, 3), *kept[1:], rows(5, 5)]
-    inputs[0] = inputs[0].astype(np.float16).astype(np.float32)
+    inputs = [queries(made), kept[0], rows(5 * dim, 3), *kept[1:], rows(5, 5)]
     return Case(build, inputs, expected, rtol=1e-4, attends=True, every_cpu=k == 16)
 
 
@@ -1215,25 +1212,19 @@ def attention_to_entries(window: int, stride: int, k: int) -> Case:
         return graph.add(operations.Attention(q, cache, made.key_dim**-0.5, window, **how))
 
     def expected(q: Array, key: Array, entry: Array, of_index: Array, index_key: Array, weights: Array) -> Array:
-        out = np.zeros((len(q), made.n_heads, made.value_dim))
-        for t, own in enumerate(heads(q, made.key_dim)):
+        def seen(t: int) -> Array:
             ends = np.arange(stride - 1, t + 1, stride)
             if k:
                 scores = weights[t] @ np.maximum(of_index[t].reshape(5, dim) @ index_key[ends].T, 0)
                 ends = ends[np.argsort(-scores, kind="stable")[:k]]
-            keys = np.concatenate([key[max(0, t + 1 - window) : t + 1], entry[ends]])
-            terms = np.exp(own @ keys.T * made.key_dim**-0.5)
-            total = terms.sum(1) + np.exp(made.sink_scores())
-            out[t] = terms @ keys[:, : made.value_dim] / total[:, None]
-        return out.reshape(len(q), -1)
+            return np.concatenate([key[max(0, t + 1 - window) : t + 1], entry[ends]])
+
+        return attended_latents(made, q, seen, made.sink_scores())
 
     kept = [kept_rows(1, n, "f16", seed) for n, seed in ((made.key_dim, 2), (made.key_dim, 6), (dim, 4))]
-    inputs = [rows(made.n_heads * made.key_dim, 1), *kept[:2], rows(5 * dim, 3), kept[2], rows(5, 5)]
-    inputs[0] = inputs[0].astype(np.float16).astype(np.float32)
-    has_near = (window, stride) != (5, 4)
-    return Case(
-        build, inputs, expected, rtol=1e-4, attends=True, every_cpu=k == 3 and not has_near, has_near=has_near
-    )
+    inputs = [queries(made), *kept[:2], rows(5 * dim, 3), kept[2], rows(5, 5)]
+    near = {"has_near": (window, stride) != (5, 4), "every_cpu": (window, stride, k) == (5, 4, 3)}
+    return Case(build, inputs, expected, rtol=1e-4, attends=True, **near)
 
 
 def attended_at(made: Heads, q: Array, k: Array, v: Array, seen: Callable[[int, int], Array]) -> Array:
@@ -1259,11 +1250,10 @@ def positions_of(scores: Array, run: int, k: int, t: int) -> Array:
 
 def of_heads(made: Heads, type: CacheType, index_dim: int, n_index_heads: int) -> dict[str, Any]:
     """Inputs and tolerance of attention to positions that an indexer selects."""
-    q = rows(made.n_heads * made.key_dim, 1).astype(np.float16).astype(np.float32)
     kv = rows(made.n_kv_heads * made.key_dim, 2), rows(made.n_kv_heads * made.value_dim, 3)
     index = rows(n_index_heads * index_dim, 4), kept_rows(1, index_dim, "f16", 5)
     error = max({"f16": 2e-3, "q8_0": 1e-2, "q5_0": 3e-2}.get(kind, 5e-2) for kind in made.cache.types)
-    return {"inputs": [q, *kv, *index], "error": error, "attends": True}
+    return {"inputs": [queries(made), *kv, *index], "error": error, "attends": True}
 
 
 GROUPED: dict[str, Any] = {"n_heads": 6, "n_kv_heads": 3, "key_dim": 40, "value_dim": 72}

@@ -171,13 +171,6 @@ def test_max_tokens_zero_evaluates_the_prompt_alone(llm: LLM) -> None:
     assert llm.generate("hello", max_tokens=1).usage.cached_tokens == completion.usage.prompt_tokens - 1
 
 
-def test_without_max_tokens_the_context_ends_it(llm: LLM) -> None:
-    completion = llm.generate("hello", ignore_eos=True, temperature=0)
-    assert completion.finish_reason == "length"
-    # no token follows the last one, so it need not fit
-    assert completion.usage.total_tokens == CONTEXT + 1
-
-
 def test_the_end_of_generation_token_ends_the_text(llm: LLM) -> None:
     plain = llm.generate("hello", temperature=0, max_tokens=8, ignore_eos=True).ids
     ended = llm.generate("hello", temperature=0, max_tokens=8, logit_bias={EOS: 1e9})
@@ -402,12 +395,6 @@ def test_generate_many_handles_requests_that_end_at_once(llm: LLM, monkeypatch: 
 
     monkeypatch.setattr(Engine, "submit", submit_and_wait)
     assert len(list(llm.generate_many(["a"] * 3, max_tokens=1))) == 3
-
-
-@pytest.mark.parametrize("prompts", ["a text", b"bytes", 5, None])
-def test_generate_many_refuses_a_single_prompt(loaded_reference: LLM, prompts: Any) -> None:
-    with pytest.raises(UsageError, match="must be a list of prompts"):
-        list(loaded_reference.generate_many(prompts))
 
 
 # Tasks.
@@ -647,9 +634,9 @@ TOOL = {"type": "function", "function": {"name": "now", "parameters": {}}}
 @pytest.mark.parametrize(
     "chat",
     [
-        lambda llm: llm.chat([{"role": "user", "content": "a"}], tools=[TOOL], max_tokens=1),
-        lambda llm: llm.stream_chat([{"role": "user", "content": "a"}], tools=[TOOL], max_tokens=1),
-        lambda llm: llm.tokenize_chat([{"role": "user", "content": "a"}], tools=[TOOL]),
+        lambda llm: llm.chat(HELLO, tools=[TOOL], max_tokens=1),
+        lambda llm: llm.stream_chat(HELLO, tools=[TOOL], max_tokens=1),
+        lambda llm: llm.tokenize_chat(HELLO, tools=[TOOL]),
     ],
 )
 def test_tools_that_a_template_does_not_use_are_a_warning(chat: Callable[[LLM], object], tiny_path: Path) -> None:
@@ -679,22 +666,6 @@ def test_bad_messages(llm: LLM, messages: Any) -> None:
     with pytest.raises(TemplateError) as caught:
         llm.chat(messages)
     assert "bad role" in str(caught.value) or "content" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [5, "enable_thinking", [("a", 1)], {1: 2}]
-    + [{name: 1} for name in ("messages", "tools", "tokenizer", "template", "self")],
-)
-def test_bad_template_variables(loaded_reference: LLM, variables: Any) -> None:
-    with pytest.raises(UsageError, match="template_variables"):
-        loaded_reference.chat([{"role": "user", "content": "a"}], template_variables=variables)
-
-
-@pytest.mark.parametrize("tools", [5, "tool", {"name": "f"}, ["f"], [None]])
-def test_bad_tools(loaded_reference: LLM, tools: Any) -> None:
-    with pytest.raises(UsageError, match="tools"):
-        loaded_reference.chat([{"role": "user", "content": "a"}], tools=tools)
 
 
 # Loading.
@@ -858,23 +829,33 @@ def loaded_reference(tiny_path: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("prompt", [b"abc", bytearray(b"ab"), 5, None, {1: 2}, {1, 2}])
-def test_prompts_of_other_types(loaded_reference: LLM, prompt: Any) -> None:
-    words = f"prompt must be text or a list of token ids, not {type(prompt).__name__}"
-    with pytest.raises(UsageError, match=f"^{words}$"):
-        loaded_reference.generate(prompt)
+#: Calls with one argument, values that they refuse, and the error; ``{}`` is the type of the value.
+REFUSED: list[tuple[Callable[[LLM, Any], object], list[Any], str]] = [
+    (
+        lambda llm, prompt: llm.generate(prompt),
+        [b"abc", bytearray(b"ab"), 5, None, {1: 2}, {1, 2}],
+        "^prompt must be text or a list of token ids, not {}$",
+    ),
+    (lambda llm, prompt: llm.generate(prompt), [np.array([[1, 2]]), np.array(1.5)], "token"),
+    (lambda llm, prompts: list(llm.generate_many(prompts)), ["a", b"a", 5, None], "must be a list of prompts"),
+    (lambda llm, text: llm.tokenize(text), [b"x", None, 3, ["x"]], "text"),
+    (lambda llm, tools: llm.chat(HELLO, tools=tools), [5, "tool", {"name": "f"}, ["f"], [None]], "tools"),
+    (
+        lambda llm, variables: llm.chat(HELLO, template_variables=variables),
+        [5, "enable_thinking", [("a", 1)], {1: 2}]
+        + [{name: 1} for name in ("messages", "tools", "tokenizer", "template", "self")],
+        "template_variables",
+    ),
+]
 
 
-@pytest.mark.parametrize("prompt", [np.array([[1, 2]]), np.array(1.5)])
-def test_prompts_of_other_shapes(loaded_reference: LLM, prompt: Any) -> None:
-    with pytest.raises(UsageError):
-        loaded_reference.generate(prompt)
-
-
-@pytest.mark.parametrize("text", [b"x", None, 3, ["x"]])
-def test_texts_of_other_types(loaded_reference: LLM, text: Any) -> None:
-    with pytest.raises(UsageError, match="text"):
-        loaded_reference.tokenize(text)
+@pytest.mark.parametrize(("call", "values", "words"), REFUSED)
+def test_values_of_other_types(
+    loaded_reference: LLM, call: Callable[[LLM, Any], object], values: list[Any], words: str
+) -> None:
+    for value in values:
+        with pytest.raises(UsageError, match=words.format(type(value).__name__)):
+            call(loaded_reference, value)
 
 
 @pytest.mark.parametrize(

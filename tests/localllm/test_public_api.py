@@ -12,48 +12,15 @@ import pytest
 import localllm
 from tests.helpers.data import ROOT
 
-PUBLIC = [
-    "LLM",
-    "ChatTemplate",
-    "Choice",
-    "Chunk",
-    "ClosedError",
-    "Completion",
-    "ContextLengthError",
-    "DeviceError",
-    "DeviceLostError",
-    "DeviceMemoryError",
-    "Drafts",
-    "ExpertReadError",
-    "GGUFError",
-    "GGUFFile",
-    "GrammarError",
-    "HubError",
-    "KernelError",
-    "LocalLLMError",
-    "ModelError",
-    "ModelInfo",
-    "ModelNotFoundError",
-    "NotEnoughMemoryError",
-    "Options",
-    "OutputError",
-    "PromptCacheError",
-    "QueueFullError",
-    "Sampling",
-    "Score",
-    "SettingsError",
-    "StoreError",
-    "Stream",
-    "TemplateError",
-    "Timings",
-    "Tokenizer",
-    "TokenizerError",
-    "UnsupportedArchitectureError",
-    "Usage",
-    "UsageError",
-    "__version__",
-    "load",
-]
+NAMES = """
+    LLM ChatTemplate Choice Chunk ClosedError Completion ContextLengthError DeviceError DeviceLostError
+    DeviceMemoryError Drafts ExpertReadError GGUFError GGUFFile GrammarError HubError KernelError LocalLLMError
+    ModelError ModelInfo ModelNotFoundError NotEnoughMemoryError Options OutputError PromptCacheError QueueFullError
+    Sampling Score SettingsError StoreError Stream TemplateError Timings Tokenizer TokenizerError
+    UnsupportedArchitectureError Usage UsageError __version__ load
+"""
+PUBLIC = NAMES.split()
+HEAVY = "numpy numba textual jinja2 tokenizers sentencepiece psutil rich cupy gguf"
 
 
 def test_public_names_are_pinned() -> None:
@@ -96,19 +63,7 @@ def modules_after(statement: str) -> set[str]:
 
 def test_import_loads_nothing_heavy() -> None:
     loaded = modules_after("import localllm")
-    heavy = {
-        "numpy",
-        "numba",
-        "textual",
-        "jinja2",
-        "tokenizers",
-        "sentencepiece",
-        "psutil",
-        "rich",
-        "cupy",
-        "gguf",
-    }
-    assert not loaded & heavy
+    assert not loaded & {*HEAVY.split()}
     assert {name for name in loaded if name.startswith("localllm.")} == {"localllm.version"}
 
 
