@@ -836,7 +836,7 @@ REFUSED: list[tuple[Callable[[LLM, Any], object], list[Any], str]] = [
         [b"abc", bytearray(b"ab"), 5, None, {1: 2}, {1, 2}],
         "^prompt must be text or a list of token ids, not {}$",
     ),
-    (lambda llm, prompt: llm.generate(prompt), [np.array([[1, 2]]), np.array(1.5)], ""),
+    (lambda llm, prompt: llm.generate(prompt), [np.array([[1, 2]]), np.array(1.5)], "token"),
     (lambda llm, prompts: list(llm.generate_many(prompts)), ["a", b"a", 5, None], "must be a list of prompts"),
     (lambda llm, text: llm.tokenize(text), [b"x", None, 3, ["x"]], "text"),
     (lambda llm, tools: llm.chat(HELLO, tools=tools), [5, "tool", {"name": "f"}, ["f"], [None]], "tools"),

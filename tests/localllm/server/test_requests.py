@@ -50,6 +50,11 @@ def warnings_in(value: Any) -> list[str]:
     return [*value.get("warnings", ()), *(text for each in value.values() for text in warnings_in(each))]
 
 
+@pytest.mark.parametrize("path", [path for path in APIS if not path.startswith("/api/")])
+def test_a_stream_that_is_null_is_none(server: Serving, path: str) -> None:
+    assert post(server, path, {**APIS[path], "stream": None}).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", APIS)
 def test_a_reply_that_its_time_limit_ends_has_a_warning(server: Serving, path: str, stream: bool) -> None:
