@@ -233,7 +233,7 @@ class BatchTables:
         return turns
 
     def _make_angles(self, stop: int) -> None:
-        """Compute the angles of positions before ``stop``."""
+        """Compute the cosines and sines of positions before ``stop``, in steps of `SPLIT` positions."""
         if stop <= self._n_angles:
             return
         stop = min(-(-stop // SPLIT) * SPLIT, self.n_blocks * PAGE)

@@ -152,6 +152,23 @@ def test_rotation_at_large_positions_is_precise(ops: Ops) -> None:
     np.testing.assert_allclose(out, rotated(x.reshape(2, 1, DIM), batch.positions, rope)[:, 0], rtol=1e-5, atol=2e-6)
 
 
+def test_rotation_is_the_same_however_positions_grow(ops: Ops) -> None:
+    """A step computes angles when a batch first needs them, here in four parts."""
+    rope = Rope(np.array([1.0, 0.01], np.float32), interleaved=False)
+    x = random(2, DIM)
+    table = ops.load_embedding(f32(x))
+    n_blocks = 2000 // ops.page_size + 1
+
+    def forward() -> Any:
+        return ops.outputs(ops.rope_append(ops.embed(table), ops.embed(table), ops.embed(table), rope, 0))
+
+    step = ops.compile(forward, ops.new_cache(CacheShape(1, 1, DIM), n_blocks), max_tokens=2, max_outputs=2)
+    for past in (0, 511, 600, 1023, 1900, 3):
+        batch = make_batch([([0, 1], past, [0] * n_blocks)])
+        expected = rotated(x.reshape(2, 1, DIM), batch.positions, rope)[:, 0]
+        np.testing.assert_allclose(step(batch), expected, rtol=1e-5, atol=2e-6, err_msg=f"after {past} tokens")
+
+
 # -- Attention -----------------------------------------------------------------------------------------------------
 
 
