@@ -31,7 +31,7 @@ MAX_LAYERS = 1 << 16
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     key: values
     for keys, values in (
-        # of an MLP (models with only experts have none), of the other kind of norm, and of the axes of images, which
+        # of an MLP (missing in models with only experts), of the other kind of norm, and of the axes of images, which
         # are equal for text
         ("feed_forward_length attention.layer_norm_epsilon attention.layer_norm_rms_epsilon", ()),
         ("rope.dimension_sections rope.scaling.finetuned vocab_size", ()),

@@ -42,7 +42,7 @@ _BEGIN, _END = '"""The settings of `localllm.Sampling`, which describes them."""
 
 def reference() -> str:
     """Return the whole file."""
-    lines = [HEAD, *_table("flag", "what it does", _rows(main_parser()._actions))]
+    lines = [HEAD, *_table("flag", "description", _rows(main_parser()._actions))]
     seen: dict[str, list[Row]] = {}
     for name in command_names():
         lines += ["", f"## localllm {name}", "", *_command(parser_of(name), seen)]
@@ -100,7 +100,7 @@ def _command(command: Parser, seen: dict[str, list[Row]]) -> Iterator[str]:
             seen[title] = rows
             yield f"**{title}**"
             yield ""
-        yield from _table("word" if title == "Positional arguments" else "flag", "what it does", rows)
+        yield from _table("word" if title == "Positional arguments" else "flag", "description", rows)
     if command.epilog:
         yield ""
         yield command.epilog.replace(".  ", ". ").strip()

@@ -72,7 +72,7 @@ class ReplyParser:
         Text of the prefix is not emitted again; calls in the prefix are.
         """
         last_ids = prompt_ids[-16 - 4 * len(prefix) :]
-        end = tokenizer.decode([id_ for id_ in last_ids if id_ >= 0], special=True)  # the others stand for images
+        end = tokenizer.decode([id_ for id_ in last_ids if id_ >= 0], special=True)  # negative ids are images
         parser = cls(tools, opening_tag(end.removesuffix(prefix)))
         if prefix:
             parser._events = [event for event in parser.feed(prefix) if not isinstance(event, Piece)]

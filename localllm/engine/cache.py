@@ -443,7 +443,7 @@ class PagedCache:
     def _begin_with(self, sequence: CachedSequence, blocks: list[Block], ids: list[int]) -> bool:
         """Start a sequence with ``ids``, which are in ``blocks``.
 
-        The last block is copied if only part of it is needed, or `restore` still uses it. Return False if there is
+        The last block is copied if the sequence needs only its first tokens, or `restore` still uses it. Return False if there is
         no page for the copy.
         """
         last, n = blocks[-1], len(ids) - (len(blocks) - 1) * self.page_size

@@ -228,7 +228,7 @@ class DiskTier:
     # -- Restoring -------------------------------------------------------------------------------------------------
 
     def _plan(self, request: Request) -> _Restoring | None:
-        """Return the blocks to restore for a request. None if the store has no more than memory, or is slower."""
+        """Return the blocks to restore for a request. None if memory has the same tokens, or reading is slower."""
         root = self._cache.root_of(request.tree)
         ids = request.tokens[: request.n_reusable]
         n_tokens, needed = (0, []) if root.key is None else self._best_end(root, ids)
