@@ -443,8 +443,8 @@ class PagedCache:
     def _begin_with(self, sequence: CachedSequence, blocks: list[Block], ids: list[int]) -> bool:
         """Start a sequence with ``ids``, which are in ``blocks``.
 
-        The last block is copied if the sequence needs only its first tokens, or `restore` still uses it. Return False if there is
-        no page for the copy.
+        The last block is copied if the sequence needs only its first tokens, or if `restore` still uses it. Return
+        False if there is no page for the copy.
         """
         last, n = blocks[-1], len(ids) - (len(blocks) - 1) * self.page_size
         is_part = n < len(last.ids) or (n < self.page_size and last.n_users[0] > 0)
