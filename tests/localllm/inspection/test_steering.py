@@ -163,7 +163,6 @@ def test_a_control_vector_of_llama_cpp(llm: LLM, tmp_path: Path) -> None:
         ([{OUTPUT: vector(1)}, 3], "^steer is 3, but must be a mapping of names to vectors"),
         (Steering({OUTPUT: vector(1)}, positions=[40]), "^positions is 40, but must be from -40 to 39"),
     ],
-    ids=str,
 )
 def test_bad_vectors(llm: LLM, steer: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
