@@ -472,6 +472,7 @@ class LLM:
         positions: Positions = None,
         steer: Steer = (),
         hooks: Mapping[str, Hook] | None = None,
+        adapters: Mapping[str, float] | None = None,
         add_special: bool = True,
         parse_special: bool = False,
     ) -> Trace:
@@ -480,7 +481,7 @@ class LLM:
 
         engine, value_names = self._opened(), self.graph
         watched = value_names.matching("names", names)
-        checked = CheckedOptions.of({"steer": steer, "hooks": hooks})
+        checked = CheckedOptions.of({"steer": steer, "hooks": hooks, "adapters": adapters})
         is_list = isinstance(prompts, list | tuple) and any(isinstance(p, str | list | tuple) for p in prompts)
         traced = []
         for prompt in prompts if is_list else [prompts]:
@@ -488,7 +489,8 @@ class LLM:
             if len(ids) > engine.context:
                 raise ContextLengthError(len(ids), engine.context)
             probe = replace(self._probe(checked, len(ids)) or Probe(), watched=watched)
-            traced.append(TracedPrompt(ids, select(positions, len(ids)), probe))
+            scales = self._adapter_scales(checked.adapters)
+            traced.append(TracedPrompt(ids, select(positions, len(ids)), probe, scales))
             if not len(traced[-1].positions):
                 raise UsageError(Argument("positions"), f" select no token of a prompt of {len(ids):,} tokens")
         return Trace(engine, traced, value_names, is_list)

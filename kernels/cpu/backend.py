@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -143,16 +144,23 @@ class CPUStep(Step):
         packed: tuple[PackedWeight, ...],
         cache: CPUCache,
         lower: Callable[[Graph], CPULowered],
+        ngrams: Mapping[ops.NgramEmbed, NgramRows] = MappingProxyType({}),
     ) -> None:
-        """``lower``: returns the program of another graph with the same weights and cache."""
+        """
+        Args:
+            lower: returns the program of another graph with the same weights and cache.
+            ngrams: opened tables of n-grams; other tables are opened.
+        """
         self.weights, self.cache, self._backend = packed, cache, backend
         self._packed_weights, self._lower = weights, lower
         self._tables, self._n_products = lowered.tables, lowered.n_products
         arena = aligned_zeros(lowered.arena_bytes, np.uint8)
         self._tables.bind(arena)
         self._embeddings = [(op, weights.tables[op.table], y.rows(arena)) for op, y in lowered.filled_by(ops.Embed)]
-        ngrams = lowered.filled_by(ops.NgramEmbed)
-        self._ngrams = [(NgramRows(op), cache.state(op.state), y.rows(arena)) for op, y in ngrams]
+        self._ngrams = [
+            (ngrams.get(op) or NgramRows(op), cache.state(op.state), y.rows(arena))
+            for op, y in lowered.filled_by(ops.NgramEmbed)
+        ]
         self._adapters = [(op, y.rows(arena)) for op, y in lowered.filled_by(ops.AdapterWeights)]
         self._added = [(op, y.rows(arena)) for op, y in lowered.filled_by(ops.AddRows)]
         self._inputs = [(op, y.rows(arena)) for op, y in lowered.filled_by(ops.Input)]
@@ -220,7 +228,8 @@ class CPUStep(Step):
     def variant(self, graph: Graph) -> CPUStep:
         lowered = self._lower(graph)
         check_memory(lowered.arena_bytes, "a program that reads or changes values inside the model")
-        return CPUStep(self._backend, lowered, self._packed_weights, self.weights, self.cache, self._lower)
+        ngrams = {rows.op: rows for rows, _, _ in self._ngrams}
+        return CPUStep(self._backend, lowered, self._packed_weights, self.weights, self.cache, self._lower, ngrams)
 
     def _rows(self, stored: HostRows) -> NDArray[np.float32]:
         """Return the batch's rows of a tensor."""

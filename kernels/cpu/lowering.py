@@ -39,7 +39,7 @@ from localllm.kernels.cpu.batch import (
 from localllm.kernels.cpu.cache import CPUCache, block_bytes, state_bytes
 from localllm.kernels.cpu.cache_types import PAGE, layouts_of
 from localllm.kernels.cpu.compiler import Kernel, variant
-from localllm.kernels.cpu.expert_pool import ExpertGroup, stays_in_file
+from localllm.kernels.cpu.expert_pool import ExpertGroup
 from localllm.kernels.cpu.memory import PADDING, padded
 from localllm.kernels.cpu.program import Instruction
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
@@ -806,7 +806,7 @@ class CPULowering:
         Experts that stay in the file are yielded in groups, each after it was read into memory.
         """
         pool = self.weights.pool
-        if pool is None or not all(map(stays_in_file, experts)):
+        if pool is None or not all(map(self.weights.stays_in_file, experts)):
             yield choice.entries, N_USED
             return
         group, table = self._group(experts, routing)
@@ -844,7 +844,7 @@ class CPULowering:
         linears = [op for op in behind if isinstance(op, ops.ExpertLinears) and op.routing is route.result]
         if not isinstance(norm, ops.RMSNorm | ops.LayerNorm) or norm.x.width != x.width or len(linears) != 1:
             return
-        if not all(map(stays_in_file, linears[0].experts)):
+        if not all(map(self.weights.stays_in_file, linears[0].experts)):
             return
         norm = replace(norm, x=x)
         linear = replace(linear, x=norm.result)

@@ -109,6 +109,7 @@ class CPUPackedWeights:
         self.pool = pool
         self._loaded: dict[Weight, LoadedWeight] = {}
         self._expert_tables: dict[Weight, NDArray[np.int64]] = {}
+        self._in_file: dict[Weight, bool] = {}
         #: Addresses of loaded weights.
         self._places = defaultdict[Weight, Buffer](lambda: Buffer(0, address=0))
         #: Weights whose rows are looked up.
@@ -122,6 +123,12 @@ class CPUPackedWeights:
     def experts(self, weight: Weight) -> NDArray[np.int64]:
         """Return the address of each expert's tiles, int64 [n_experts]; 0 if not in memory."""
         return self._expert_tables.setdefault(weight, np.zeros(weight.shape[0], np.int64))
+
+    def stays_in_file(self, weight: Weight) -> bool:
+        """Return whether the experts of a weight can stay in its file, which may be closed after the first call."""
+        if weight not in self._in_file:
+            self._in_file[weight] = stays_in_file(weight) is not None
+        return self._in_file[weight]
 
     def vector(self, weight: Weight | None) -> Buffer | int:
         """Return a vector, or the rows or columns of a matrix, in zero-padded float32; 0 if None."""

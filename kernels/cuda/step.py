@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +31,7 @@ from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory,
 from localllm.kernels.cuda.lowering import MAX_TOP_K, CUDALowered
 from localllm.kernels.embedding import NgramRows
 from localllm.kernels.graph import Graph as ModelGraph, Routing, Value
+from localllm.kernels.operations import NgramEmbed
 
 #: Maximum cache length of the first extent of a small batch; each further extent doubles it.
 SHORTEST = 1024
@@ -96,8 +98,13 @@ class CUDAStep(Step):
         weights: tuple[PackedWeight, ...],
         keep: object,
         lower: Callable[[ModelGraph], CUDALowered] | None = None,
+        ngrams: Mapping[NgramEmbed, NgramRows] = MappingProxyType({}),
     ) -> None:
-        """``lower``: returns the calls of another graph with the same weights and cache."""
+        """
+        Args:
+            lower: returns the calls of another graph with the same weights and cache.
+            ngrams: opened tables of n-grams; other tables are opened.
+        """
         self.driver, self.device = driver, device
         self._lower, self._keep, self._watched = lower, keep, lowered.watched
         self.weights, self.limits = weights, lowered.limits
@@ -106,7 +113,7 @@ class CUDAStep(Step):
         self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
         self._has_edits = any(isinstance(call, EditCall) for call in self.calls)
         self._largest, self._tables, self._embeddings = lowered.largest, lowered.tables, lowered.embeddings
-        self._ngrams = [(NgramRows(op), into) for op, into in lowered.ngrams]
+        self._ngrams = [(ngrams.get(op) or NgramRows(op), into) for op, into in lowered.ngrams]
         self.max_top_k = 0 if lowered.largest is None else min(MAX_TOP_K, lowered.result.width)
         self._sent = np.zeros((0, 0, 0), np.int32)  # block tables of the last run
         self._n_rows = {N_TOKENS: 0, N_OUTPUTS: 0}  # rows of the last run
@@ -311,7 +318,8 @@ class CUDAStep(Step):
     def variant(self, graph: ModelGraph) -> CUDAStep:
         if self._lower is None:
             return super().variant(graph)  # type: ignore[return-value]  # raises an error
-        return CUDAStep(self.driver, self.device, self._lower(graph), self.weights, self._keep, self._lower)
+        lowered, ngrams = self._lower(graph), {rows.op: rows for rows, _ in self._ngrams}
+        return CUDAStep(self.driver, self.device, lowered, self.weights, self._keep, self._lower, ngrams)
 
     def graph(self, calls: Sequence[KernelCall], extent: Extent) -> Graph:
         """Return a graph of some of the calls, for an extent."""

@@ -39,12 +39,14 @@ class TraceOptions(TypedDict, total=False):
         positions: positions of the prompt to read, as indices of a list: a number, a list, a slice or a range. By
             default all positions. Rows are in ascending order of positions.
         steer, hooks: changes of values, as in `localllm.Options`. Values are read after them.
+        adapters: scales of loaded adapters, as in `localllm.Options`.
         add_special, parse_special: how strings are tokenized; see `LLM.tokenize`.
     """
 
     positions: Positions
     steer: Steer
     hooks: Mapping[str, Hook] | None
+    adapters: Mapping[str, float] | None
     add_special: bool
     parse_special: bool
 
@@ -71,6 +73,7 @@ class TracedPrompt:
     ids: list[int]
     selection: Selection  # positions to read
     probe: Probe
+    adapters: tuple[float, ...] = ()  # scale of each loaded adapter; empty: base model
 
     @property
     def positions(self) -> NDArray[np.int64]:
@@ -158,7 +161,7 @@ class Trace:
         prompt.probe.values_from = first = int(prompt.positions[0]) if is_causal else 0
         needs_outputs = any(self.names[name].rows == "n_outputs" for name in prompt.probe.watched)
         logits_from = first if needs_outputs or not is_causal else len(prompt.ids)
-        return Request([*prompt.ids], output, logits_from=logits_from, probe=prompt.probe)
+        return Request([*prompt.ids], output, logits_from=logits_from, probe=prompt.probe, adapters=prompt.adapters)
 
     def arrays(self) -> list[dict[str, NDArray[Any]]]:
         """Return the values of each prompt, [n_positions, width] by name.

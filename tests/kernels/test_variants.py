@@ -12,10 +12,13 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.errors import DeviceError, KernelError
+from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Step
+from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.variants import graph_variant
+from localllm.models.registry import read_model
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps, SplitOps
@@ -115,6 +118,18 @@ def test_edits_change_rows_and_what_follows(runner: Runner) -> None:
     assert not np.array_equal(after["layers.1.attention"][5:], before["layers.1.attention"][5:]), (
         "later tokens see it"
     )
+
+
+def test_a_model_with_experts_in_its_file_has_variants(path: Path) -> None:
+    sizes = {"n_pages": (2,), "max_tokens": 16, "max_outputs": 16}
+    with GGUFFile.open(path) as file:  # the variant is compiled after the file was closed
+        graph = read_model(file).graph
+        step = CPUBackend(threads=1).footprint(graph, **sizes, expert_bytes=1 << 20).load(None)
+    assert step.expert_reads is not None
+    new, values = graph_variant(graph, ["layers.1.mlp"], ["layers.0.output"])
+    variant = step.variant(new)
+    np.testing.assert_array_equal(run(variant, IDS), run(step, IDS))
+    assert variant.value(values["layers.1.mlp"]).shape == (len(IDS), 64)
 
 
 def test_a_split_model_has_no_variants(path: Path) -> None:

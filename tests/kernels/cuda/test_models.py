@@ -113,6 +113,23 @@ def test_streams_in_any_order(order: StreamOrder, seed: int, load: Callable[...,
     assert_same_text(load(path, emulated_cuda(EmulatedDriver(order=order, seed=seed))), load(path), SHORT)
 
 
+def test_requests_that_read_and_change_values_share_a_gpu(
+    make: Callable[[], CUDABackend], load: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Other requests keep their bits, also if their next step was launched ahead."""
+    llm, name = load(small(tmp_path, num_hidden_layers=2), make(), context=64, parallel=4), "layers.0.output"
+    prompt, options = IDS[:SHORT], {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    vector = np.random.default_rng(3).normal(0, 2, 64)
+    plain, steered = llm.generate(prompt, **options).ids, llm.generate(prompt, steer={name: vector}, **options).ids
+    assert plain != steered
+    rows = list[np.ndarray]()
+    keep = {"watch": name, "on_values": lambda positions, values: rows.append(values[name])}
+    streams = [llm.stream(prompt, **options, **more) for more in ({}, {"steer": {name: vector}}, {}, keep)]
+    assert [stream.read().ids for stream in streams] == [plain, steered, plain, plain]
+    whole = llm.trace([*prompt, *plain[:-1]], name, positions=slice(SHORT - 1, None))[name]
+    np.testing.assert_array_equal(np.concatenate(rows), whole)
+
+
 # -- Several devices -----------------------------------------------------------------------------------------------
 
 

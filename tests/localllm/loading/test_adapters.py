@@ -126,6 +126,19 @@ def test_a_peft_adapter_gives_the_logits_of_transformers_and_peft(base: Path, ad
         assert np.abs(logits_of(llm) - theirs).max() > 0.1
 
 
+def test_a_trace_reads_the_values_with_adapters(llm: localllm.LLM) -> None:
+    plain, adapted = (llm.trace(IDS, ["layers.0.*", "logits"], adapters=shares) for shares in ({}, {"a": 0.5}))
+    np.testing.assert_array_equal(plain["layers.0.input"], adapted["layers.0.input"])
+    assert all(
+        not np.array_equal(plain[name], adapted[name])
+        for name in plain
+        if name != "layers.0.input" and not name.endswith("values")
+    )
+    logits = adapted["logits"][-1].astype(np.float64)
+    logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+    np.testing.assert_allclose(logits_of(llm, a=0.5), logprobs, atol=1e-5)
+
+
 def test_requests_with_different_adapters_share_a_batch(llm: localllm.LLM) -> None:
     choices: list[dict[str, float]] = [
         {}, {"a": 1}, {"b": 1}, {"c": 0.5}, {"d": 1}, {"a": 0.7, "b": -0.3}, {"a": 0.5, "c": 1, "d": 0.2}, {"b": 0},
