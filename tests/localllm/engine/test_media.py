@@ -234,15 +234,16 @@ def test_others_go_on_while_an_image_is_encoded(device: Device) -> None:
 
 
 def test_a_cache_on_disk_has_embeddings(device: Device, tmp_path: Path) -> None:
-    ids, pictures = prompt(9, CAT, 4, DOG, 6)
-    other, texts = prompt(8, CAT, 4), []
-    for n_encoded in (2, 0):
+    """A new prompt with images of an earlier one: its tokens are evaluated, its images are not encoded."""
+    first, second = prompt(9, CAT, 4, DOG, 6), prompt(9, CAT, 4, DOG, 6, seed=1)
+    expected = written(stepped(device, FakeEncoder()), *second)
+    for ids, pictures, n_encoded in ((*first, 2), (*second, 0)):
         encoder = FakeEncoder()
         engine = Engine(EngineLoop(runner_on(device), encoder=encoder, store=BlockStore(tmp_path)))
-        texts.append([finish(engine, writing(ids, pictures)).ids, finish(engine, writing(*other)).ids])
+        texts = finish(engine, writing(ids, pictures)).ids
         engine.close()
         assert len(encoder.encoded) == n_encoded
-    assert texts[0] == texts[1]
+    assert texts == expected
 
 
 def test_clients_share_no_embeddings_if_the_cache_is_scoped(device: Device) -> None:
