@@ -443,11 +443,11 @@ class PagedCache:
     def _begin_with(self, sequence: CachedSequence, blocks: list[Block], ids: list[int]) -> bool:
         """Start a sequence with ``ids``, which are in ``blocks``.
 
-        The last block is copied if the sequence needs only its first tokens, or if `restore` still uses it. Return
-        False if there is no page for the copy.
+        If the sequence needs only the first tokens of the last block, they are copied. Return False if there is no
+        page for the copy.
         """
         last, n = blocks[-1], len(ids) - (len(blocks) - 1) * self.page_size
-        is_part = n < len(last.ids) or (n < self.page_size and last.n_users[0] > 0)
+        is_part = n < len(last.ids)
         for group, start in enumerate(self.first_blocks(len(ids)) if is_part else ()):
             # The copy must not evict a page that is shared or copied here.
             if self._n_available(group) <= sum(not block.n_users[group] for block in blocks[start:]):

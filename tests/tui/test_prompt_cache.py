@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from localllm import LLM
 from localllm.engine import cache as cache_module
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
+from tests.helpers.command_line import run_main
 from tests.helpers.fake_chat import play
 
 #: Tokens between two snapshots of a prompt in these tests.
@@ -72,3 +75,20 @@ def test_five_branches(model: Path | None, tmp_path: Path) -> None:
                 assert llm.counts.restored_tokens >= again[1] >= 64
             assert (again[0], again[2]) == (text, n_tokens)
             assert again[1] >= n_cached - (0 if model is None else INTERVAL)
+
+
+@pytest.mark.parametrize(
+    ("flags", "folder"), [("", "prompt-cache"), ("--prompt-cache a", "a"), ("--no-prompt-cache", "")]
+)
+def test_the_chat_stores_in_its_own_folder(
+    flags: str,
+    folder: str,
+    tmp_path: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCALLLM_DATA", str(tmp_path))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n"), encoding="utf-8"))
+    flags = flags.replace(" a", f" {tmp_path / 'a'}")
+    assert run_main(capfdbinary, "chat", "--plain", "-q", "-n", "3", *flags.split()).code == 0
+    assert {path.parent.name for path in tmp_path.rglob("*.blocks")} == ({folder} if folder else set())

@@ -658,23 +658,6 @@ def test_parts_are_added_to_a_block() -> None:
     assert cache.n_usable([*ids, 9], ()) == PAGE_SIZE
 
 
-def test_a_block_that_is_being_restored_is_copied() -> None:
-    """Two users would both free its page."""
-    cache, kept = new_cache()
-    page = np.array([1, 2, -1, -1], np.int32).tobytes()
-    uses: list[tuple[Block, int]] = []
-    cache.restore(cache.root, [1, 2], {0: page}, uses)
-    sequence = cache.begin([1, 2, 3, 4, 5])
-    assert sequence.ids == [1, 2]
-    assert write(cache, kept, sequence, [3, 4, 5])
-    other = filled(cache, kept, [1, 2, 3, 4, 6])
-    cache.release(sequence)
-    cache.release(other)
-    cache.restored(uses)
-    assert cache.n_available == cache.n_pages
-    assert read(kept, cache.begin([1, 2, 3, 4, 5, 7])) == [1, 2, 3, 4, 5]
-
-
 def contents_of(path: Path) -> dict[tuple[int, ...], tuple[list[object], dict[int, list[int]]]]:
     cache, kept = new_cache(*KINDS["all"])
     saved_prompts.load(at_once(cache), path, "a key")

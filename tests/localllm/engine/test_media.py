@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from localllm.engine import encoding, saved_prompts
+from localllm.engine.block_store import BlockStore
 from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.media import EmbeddingCache, Embeddings, MediaTokens, PreparedMedia, PromptMedia
 from localllm.engine.request import Request
@@ -230,6 +231,31 @@ def test_others_go_on_while_an_image_is_encoded(device: Device) -> None:
     assert engine.loop._encoding._work is None
     engine.run()
     assert len(results(other).ids) == 40
+
+
+def test_a_cache_on_disk_has_embeddings(device: Device, tmp_path: Path) -> None:
+    """A new prompt with images of an earlier one: its tokens are evaluated, its images are not encoded."""
+    first, second = prompt(9, CAT, 4, DOG, 6), prompt(9, CAT, 4, DOG, 6, seed=1)
+    expected = written(stepped(device, FakeEncoder()), *second)
+    for ids, pictures, n_encoded in ((*first, 2), (*second, 0)):
+        encoder = FakeEncoder()
+        engine = Engine(EngineLoop(runner_on(device), encoder=encoder, store=BlockStore(tmp_path)))
+        texts = finish(engine, writing(ids, pictures)).ids
+        engine.close()
+        assert len(encoder.encoded) == n_encoded
+    assert texts == expected
+
+
+def test_clients_share_no_embeddings_if_the_cache_is_scoped(device: Device) -> None:
+    encoder, texts = FakeEncoder(), []
+    engine = SteppedEngine(runner=runner_on(device), encoder=encoder, is_scoped=True)
+    for client, n_encoded in (("one", 1), ("two", 2), ("one", 2)):
+        request = writing(*prompt(9, CAT, 4))
+        request.client = client
+        engine.run(request)
+        texts.append(results(request).ids)
+        assert len(encoder.encoded) == n_encoded
+    assert texts == texts[:1] * 3
 
 
 def test_a_saved_cache_has_embeddings(device: Device, tmp_path: Path) -> None:
