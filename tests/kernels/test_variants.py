@@ -100,6 +100,15 @@ def test_edits_change_rows_and_what_follows(runner: Runner) -> None:
     np.testing.assert_array_equal(run(step, IDS, edit=keep), plain)
     assert seen == names
     before = {name: step.value(value).copy() for name, value in values.items()}
+    outputs: dict[str, Array] = {}
+
+    def record(name: str, x: Array, base: Array | None) -> None:
+        outputs[name] = x.copy() if base is None else x - base
+
+    only_edits = runner.step.variant(graph_variant(runner.model.graph, (), names)[0])
+    np.testing.assert_array_equal(run(only_edits, IDS, edit=record), plain)
+    for name in names:
+        np.testing.assert_array_equal(outputs[name], before[name])
 
     def change(name: str, x: Array, base: Array | None) -> None:
         assert (base is not None) == name.endswith(("attention", "mlp"))

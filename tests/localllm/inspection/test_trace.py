@@ -13,6 +13,7 @@ import pytest
 import localllm
 from localllm import LLM, ContextLengthError, NotEnoughMemoryError, OutputError, UsageError
 from localllm.convert.safetensors import read_header
+from localllm.engine.probe import Probe
 from localllm.inspection import trace as trace_module
 from tests.helpers.tiny_models import tiny_gguf
 
@@ -70,6 +71,16 @@ def test_a_full_cache_evaluates_tokens_again_and_reports_them_once(tmp_path: Pat
         for actual, expected in zip(together, alone, strict=True):
             equal(actual, expected)
         assert [len(stream.read().ids) for stream in streams] == [30] * 3
+
+
+def test_values_that_are_evaluated_again_are_reported_once() -> None:
+    reported = list[tuple[list[int], list[float]]]()
+    keep = lambda positions, values: reported.append((positions.tolist(), values["a"][:, 0].tolist()))  # noqa: E731
+    probe = Probe(("a",), on_values=keep, values_from=1)
+    rows = np.arange(8, dtype=np.float32)[:, None]
+    for start, stop in ((0, 3), (0, 3), (2, 6), (6, 7)):
+        probe.report(stop, {"a": rows[start:stop]})
+    assert reported == [([1, 2], [1, 2]), ([3, 4, 5], [3, 4, 5]), ([6], [6])]
 
 
 def test_a_trace_leaves_the_bits_of_the_cache(llm: LLM) -> None:

@@ -1,0 +1,137 @@
+"""Short tools over traces, steering and hooks.
+
+Sources: logit lens, nostalgebraist (2020); activation patching, arXiv:2202.05262; control vectors, arXiv:2310.01405.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import UsageError
+from localllm.files import expanded
+from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localllm.inspection.names import ValueNames
+from localllm.inspection.steering import Steering
+from localllm.quant.types import GGMLType
+
+Array = NDArray[np.float32]
+Prompt: TypeAlias = "str | Sequence[int]"
+
+
+class TracedModel(Protocol):
+    """A `localllm.LLM`."""
+
+    @property
+    def graph(self) -> ValueNames: ...
+    def trace(self, prompts: Any, names: Any, **options: Any) -> Any: ...
+
+
+def _outputs(llm: TracedModel) -> list[str]:
+    """Return the names of the residual stream after each layer."""
+    return [*llm.graph.matching("names", "layers.*.output")]
+
+
+def logit_lens(llm: TracedModel, prompt: Prompt) -> Array:
+    """Return the logits of the stream after each layer, as if it were the last one: [n_layers, n_tokens, n_vocab]."""
+    names = _outputs(llm)
+    streams = llm.trace(prompt, names)
+
+    def logits(name: str) -> Array:
+        hook = {names[-1]: lambda rows, positions: streams[name][positions]}
+        rows: Array = llm.trace(prompt, "logits", hooks=hook)["logits"]
+        return rows
+
+    return np.stack([logits(name) for name in names])
+
+
+def patch(llm: TracedModel, clean: Prompt, corrupted: Prompt, token: int) -> Array:
+    """Return the effect of each stream on the log-probability of ``token`` after the prompt: [n_layers, n_tokens].
+
+    The stream of the clean prompt replaces the stream of the corrupted one at a single layer and position. 1 is the
+    clean prompt's log-probability, 0 the corrupted one's.
+
+    Raises UsageError if the prompts differ in length, or give the token the same probability.
+    """
+    names = _outputs(llm)
+    streams, ends = llm.trace(clean, names), [_logprob(llm, prompt, token) for prompt in (clean, corrupted)]
+    n_tokens = len(streams[names[0]])
+    if len(llm.trace(corrupted, names[0])[names[0]]) != n_tokens:
+        raise UsageError("the prompts have different numbers of tokens: replace words by words of the same length")
+    if ends[0] == ends[1]:
+        raise UsageError("both prompts give the token the same probability: choose another token")
+    effects = np.zeros((len(names), n_tokens), np.float32)
+    for i, name in enumerate(names):
+        for position in range(n_tokens):
+            steer = Steering({name: streams[name][position]}, "replace", positions=position)
+            effects[i, position] = (_logprob(llm, corrupted, token, steer=steer) - ends[1]) / (ends[0] - ends[1])
+    return effects
+
+
+def attribution(llm: TracedModel, prompt: Prompt, token: int) -> Array:
+    """Return by how much the log-probability of ``token`` after the prompt falls without each token, [n_tokens].
+
+    A token is removed by setting its embedding to zero.
+    """
+    embeddings = llm.trace(prompt, "embedding")["embedding"]
+    zero, before = np.zeros(embeddings.shape[1], np.float32), _logprob(llm, prompt, token)
+    steers = (Steering({"embedding": zero}, "replace", positions=i) for i in range(len(embeddings)))
+    return np.array([before - _logprob(llm, prompt, token, steer=steer) for steer in steers], np.float32)
+
+
+def expert_usage(llm: TracedModel, prompts: Sequence[Prompt]) -> dict[str, NDArray[np.int64]]:
+    """Return how many tokens chose each expert, int64 [n_experts] by the name of the layer's value."""
+    names = llm.graph.matching("names", "layers.*.experts")
+    traces = llm.trace(list(prompts), names)
+    n_experts = {name: llm.graph[name.replace("experts", "router")].width for name in names}
+    return {
+        name: sum((np.bincount(trace[name].ravel(), minlength=n) for trace in traces), np.zeros(n, np.int64))
+        for name, n in n_experts.items()
+    }
+
+
+def control_vector(
+    llm: TracedModel, pairs: Sequence[tuple[Prompt, Prompt]], method: Literal["mean", "pca"] = "mean"
+) -> Steering:
+    """Return vectors that lead from the second prompts of pairs to the first, for the stream after each layer.
+
+    Args:
+        method: "mean" is the mean difference of the streams at the last token. "pca" is the first principal component
+            of these differences, with the length of their mean.
+    """
+    names = _outputs(llm)[1:]  # llama.cpp's control vectors start at layer 1
+    sides = [llm.trace([pair[i] for pair in pairs], names, positions=-1) for i in (0, 1)]
+    vectors: dict[str, Any] = {}
+    for name in names:
+        differences = np.concatenate([a[name] - b[name] for a, b in zip(*sides, strict=True)])
+        mean = differences.mean(axis=0)
+        if method == "pca":
+            component = np.linalg.svd(np.concatenate([differences, -differences]), full_matrices=False)[2][0]
+            mean = component * np.sign(component @ mean) * np.linalg.norm(mean)
+        vectors[name] = mean
+    return Steering(vectors)
+
+
+def save_control_vector(path: str | os.PathLike[str], steering: Steering, model: str) -> None:
+    """Write vectors of the streams after layers as a control vector of llama.cpp.
+
+    Args:
+        model: architecture of the model (`ModelInfo.architecture`).
+    """
+    scale = np.float32(steering.scale)
+    numbers = {int(name.split(".")[1]): vector * scale for name, vector in steering.vectors.items()}
+    keys: dict[str, Any] = {"general.architecture": "controlvector", "controlvector.model_hint": model}
+    keys["controlvector.layer_count"] = len(numbers)
+    specs = [TensorSpec(f"direction.{i}", vector.shape, GGMLType.F32) for i, vector in numbers.items()]
+    with GGUFWriter(expanded(path), {key: encode_value(value) for key, value in keys.items()}, specs) as writer:
+        for vector in numbers.values():
+            writer.write(vector.view(np.uint8))
+
+
+def _logprob(llm: TracedModel, prompt: Prompt, token: int, **options: Any) -> float:
+    logits = llm.trace(prompt, "logits", positions=-1, **options)["logits"][0].astype(np.float64)
+    return float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))

@@ -1,0 +1,75 @@
+"""Tools over traces and steering: logit lens, patching, attribution, usage of experts, control vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import localllm
+from localllm import LLM, Steering, UsageError
+from localllm.inspection import tools
+from tests.helpers.tiny_models import tiny_gguf
+
+CLEAN = [1, 40, 41, 42, 43, 44]
+CORRUPTED = [1, 40, 99, 42, 43, 44]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    path = tiny_gguf(tmp_path_factory.mktemp("tools") / "m.gguf", "qwen3_moe")
+    with localllm.load(path, device="reference", context=64, parallel=4) as llm:
+        yield llm
+
+
+def test_the_logit_lens_ends_with_the_logits(llm: LLM) -> None:
+    lens = tools.logit_lens(llm, CLEAN)
+    assert lens.shape == (3, len(CLEAN), 300)
+    np.testing.assert_array_equal(lens[-1], llm.trace(CLEAN, "logits")["logits"])
+    assert not np.array_equal(lens[0], lens[-1])
+
+
+def test_patching_finds_where_prompts_differ(llm: LLM) -> None:
+    effects = tools.patch(llm, CLEAN, CORRUPTED, token=50)
+    assert effects.shape == (3, len(CLEAN))
+    # The first two tokens do not differ, and the last token's last stream decides the logits.
+    np.testing.assert_allclose(effects[:, :2], 0, atol=1e-6)
+    np.testing.assert_allclose(effects[-1], [0, 0, 0, 0, 0, 1], atol=1e-5)
+    assert abs(effects[0, 2]) > 1e-4
+    with pytest.raises(UsageError, match=r"^the prompts have different numbers of tokens: "):
+        tools.patch(llm, CLEAN, CORRUPTED[:-1], token=50)
+    with pytest.raises(UsageError, match=r"^both prompts give the token the same probability: "):
+        tools.patch(llm, CLEAN, CLEAN, token=50)
+
+
+def test_attribution_removes_tokens(llm: LLM) -> None:
+    falls = tools.attribution(llm, CLEAN, token=50)
+    logits = llm.trace(CLEAN, "logits", positions=-1)["logits"][0].astype(np.float64)
+    zero = Steering({"embedding": np.zeros(64)}, "replace", positions=3)
+    without = llm.trace(CLEAN, "logits", positions=-1, steer=zero)["logits"][0].astype(np.float64)
+    before, after = (x[50] - np.log(np.exp(x).sum()) for x in (logits, without))
+    np.testing.assert_allclose(falls[3], before - after, atol=1e-5)
+
+
+def test_usage_of_experts(llm: LLM) -> None:
+    usage = tools.expert_usage(llm, [CLEAN, CORRUPTED])
+    assert [*usage] == [f"layers.{i}.experts" for i in range(3)]
+    assert all(counts.shape == (9,) and counts.sum() == 3 * 2 * len(CLEAN) for counts in usage.values())
+
+
+@pytest.mark.parametrize("method", ["mean", "pca"])
+def test_a_control_vector_is_written_and_read(llm: LLM, tmp_path: Path, method: str) -> None:
+    pairs = [(CLEAN, CORRUPTED), (CLEAN[:4], CORRUPTED[:4])]
+    steering = tools.control_vector(llm, pairs, method)  # type: ignore[arg-type]
+    name = "layers.2.output"
+    differences = [llm.trace(a, name, positions=-1)[name] - llm.trace(b, name, positions=-1)[name] for a, b in pairs]
+    mean = np.concatenate(differences).mean(axis=0)
+    if method == "mean":
+        np.testing.assert_allclose(steering.vectors[name], mean, atol=1e-6)
+    assert steering.vectors[name] @ mean > 0
+    tools.save_control_vector(tmp_path / "v.gguf", steering.scaled(0.5), llm.info.architecture)
+    stored = Steering.from_gguf(tmp_path / "v.gguf")
+    assert [*stored.vectors] == ["layers.1.output", "layers.2.output"]
+    np.testing.assert_array_equal(stored.vectors[name], 0.5 * steering.vectors[name])
