@@ -103,7 +103,11 @@ class Predictor:
         seconds = self.rates.seconds(costs(self.graph, n_tokens, depth, n_outputs), is_rough=n_tokens == 1)
         if seconds is None or not self.placement.pool:
             return seconds
-        return seconds + self._read_bytes(n_tokens) / self.disk if self.disk else None
+        if not self.disk:
+            return None
+        read_s = self._read_bytes(n_tokens) / self.disk
+        # A prompt computes long enough to read the next layer's experts ahead.
+        return seconds + read_s if n_tokens == 1 else max(seconds, read_s)
 
     def _read_bytes(self, n_tokens: int) -> float:
         """Return the bytes of experts that a step reads from the file, if all experts are equally likely.
