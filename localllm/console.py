@@ -197,6 +197,11 @@ def short_count(n: int) -> str:
     return "{}{}".format(*_scaled(n, ("", "K", "M", "B", "T")))
 
 
+def rounded(n: float) -> str:
+    """Return a number such as a speed in three digits, or as a whole number: "14.2", "1,234"."""
+    return f"{n:,.0f}" if n >= 999.5 else f"{n:.3g}"
+
+
 def _scaled(n: float, prefixes: Sequence[str]) -> tuple[str, str]:
     power = 0
     while abs(n) >= 999.5 and power < len(prefixes) - 1:

@@ -62,3 +62,15 @@ def no_models_in_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 def files_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate Windows' file locks if the tests run as on Windows."""
     keep_files_in_use(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def no_measurements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure no rates of this machine, which takes a second, except in tests with the fixture `measures`."""
+    if "measures" not in request.fixturenames:
+        monkeypatch.setattr("localllm.kernels.cpu.rates.CPURates.measure", lambda *_: None)
+
+
+@pytest.fixture
+def measures() -> None:
+    """Let `CPURates` measure; see `no_measurements`."""

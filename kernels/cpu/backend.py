@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -78,7 +79,7 @@ class CPUBackend(Backend):
         self.workers, self.caller = Workers(threads), Workers(1)
         self.limit, self.batch_limit = ThreadLimit(self.decode_threads), ThreadLimit(threads)
         self.kernel_progress = progress
-        self._loader = CPUWeightLoader(self.workers, self.target, progress)
+        self.loader = CPUWeightLoader(self.workers, self.target, progress)
         #: Caches of loaded graphs, for graphs that share them.
         self._caches = WeakKeyDictionary[Graph, ref[CPUCache]]()
 
@@ -94,7 +95,7 @@ class CPUBackend(Backend):
     ) -> Footprint:
         """See `Backend.footprint`.  ``expert_bytes`` is the memory for experts that stay in the file."""
         check_cache(graph, n_pages, n_states)
-        pool = None if expert_bytes is None else ExpertPool(expert_bytes, graph, self._loader.packer)
+        pool = None if expert_bytes is None else ExpertPool(expert_bytes, graph, self.loader.packer)
         weights, uses = CPUPackedWeights(pool), weights_of(graph)
         cache = CPUCache(graph, n_pages, n_states if graph.states else 0, self.workers)
         planned = tuple(planned_weight(use, pooled=pool is not None) for use in uses)
@@ -109,7 +110,7 @@ class CPUBackend(Backend):
 
         def pack(progress: Progress | None = None) -> Iterator[None]:
             for use in uses[len(packed_weights) :]:
-                packed_weights.append(weights.load(use, self._loader, progress))
+                packed_weights.append(weights.load(use, self.loader, progress))
                 yield
 
         def load(progress: Progress | None) -> CPUStep:
@@ -175,6 +176,12 @@ class CPUStep(Step):
         self._program = Program(
             lowered.instructions, header, backend.target, keep, backend.kernel_progress, arena.ctypes.data
         )
+
+    def rerun(self, threads: int) -> float:
+        """Run the program again on the last batch, with a number of threads, and return the seconds."""
+        begin = time.perf_counter()
+        self._program.run(self._backend.workers, threads=threads)
+        return time.perf_counter() - begin
 
     @property
     def expert_reads(self) -> ExpertReads | None:

@@ -282,11 +282,11 @@ def assembly(v: Variant, triple: str | None = None) -> str:
 def _folder() -> Path | None:
     """Return the cache folder for kernels compiled by these versions; None if caching is disabled."""
     root = cache_root()
-    return None if root is None else root / _fingerprint()
+    return None if root is None else root / fingerprint()
 
 
 @functools.cache
-def _fingerprint() -> str:
+def fingerprint() -> str:
     """Return a hash of everything that compiled kernels depend on, except their own variant."""
     digest = hashlib.sha256()
     for fact in (llvmlite.__version__, _numba_version(), sys.platform, platform.machine()):

@@ -154,7 +154,7 @@ def multiply_floats(begin, end, weights, x, sums):
         store_f32(sums + 4 * unit, sum_lanes(total[0]))
 
 
-def _timed(
+def timed(
     workers: Workers,
     code: Variant,
     arrays: Mapping[str, NDArray[np.generic]],
@@ -191,7 +191,7 @@ class ReadTest:
         n_passes = -(-MIN_READ // self.data.nbytes)
         self._n_bytes = n_passes * self.data.nbytes
         arrays = {"data": self.data, "sums": self._sums}
-        self._seconds = _timed(workers, variant(read_words, target), arrays, n_units, progress, n_passes)
+        self._seconds = timed(workers, variant(read_words, target), arrays, n_units, progress, n_passes)
 
     def bandwidth(self) -> float:
         """Measure the bandwidth in bytes per second."""
@@ -223,9 +223,9 @@ class DecodeTest:
         constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": blocks, **TILES[GGMLType.Q4_K].constants}
         code = variant(multiply_rows, target, N_TILES=n_tiles, **constants)
         self._n_bytes, arrays = n_units * row_bytes, {"weights": self.weights, "x": self.x, "y": self.y}
-        self._seconds = _timed(workers, code, arrays, n_units, progress)
+        self._seconds = timed(workers, code, arrays, n_units, progress)
         n_flushed = len(self.weights) // UNIT
-        self._flush = _timed(workers, variant(flush_words, target), {"data": self.weights}, n_flushed, progress)
+        self._flush = timed(workers, variant(flush_words, target), {"data": self.weights}, n_flushed, progress)
 
     def bandwidth(self, threads: int | None = None) -> float:
         """Measure the bandwidth in bytes of weights per second, with all threads or with ``threads`` threads."""
@@ -238,7 +238,7 @@ def frames_work(workers: Workers, target: Target, progress: Callable[[int, int],
     source = np.arange(workers.n * FRAME // 4, dtype=np.uint32)
     copied = np.zeros_like(source)
     arrays = {"source": source, "target": copied}
-    _timed(workers, variant(copy_through_frame, target), arrays, workers.n, progress)(None)
+    timed(workers, variant(copy_through_frame, target), arrays, workers.n, progress)(None)
     return bool((source == copied).all())
 
 
@@ -269,7 +269,7 @@ class MultiplyTest:
             self.sums = np.zeros(n_units, np.int32)
         self._n_products = n_units * ROUNDS * self.chains * (LANES if bits is None else LANES * 32)
         arrays = {"weights": self.weights, "x": self.x, "sums": self.sums}
-        self._seconds = _timed(workers, code, arrays, n_units, progress)
+        self._seconds = timed(workers, code, arrays, n_units, progress)
 
     def rate(self) -> float:
         """Return multiply-adds per second: the best of several new measurements."""

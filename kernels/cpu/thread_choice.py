@@ -69,8 +69,13 @@ class ThreadChoice:
         return self.other_cpus > OTHER_CPUS
 
     def is_fresh(self, now: float) -> bool:
-        """Return whether the measurement is still valid; False if its time is in the future."""
-        return 0 <= now - self.measured < (DISTURBED_SECONDS if self.is_disturbed else KEPT_SECONDS)
+        """Return whether the measurement is still valid."""
+        return is_fresh(self.measured, self.other_cpus, now)
+
+
+def is_fresh(measured: float, other_cpus: float, now: float) -> bool:
+    """Return whether a measurement is still valid; False if its time is in the future."""
+    return 0 <= now - measured < (DISTURBED_SECONDS if other_cpus > OTHER_CPUS else KEPT_SECONDS)
 
 
 _lock = threading.RLock()
@@ -86,7 +91,7 @@ def choose_threads(target: Target, progress: Progress | None = None) -> ThreadCh
     cores = default_threads()
     if cores == 1:
         return ThreadChoice(1, 1)
-    key = _machine(cores, target)
+    key = machine_key(cores, target)
     with _lock:
         choice = _valid_choice(key, cores)
     if choice is None:
@@ -98,6 +103,13 @@ def choose_threads(target: Target, progress: Progress | None = None) -> ThreadCh
                 choice = _choices[key] = _measure(cores, target, default_threads(DECODES))
                 _save(key, choice)
     return choice
+
+
+def known_threads(target: Target) -> ThreadChoice | None:
+    """Return the choice for this machine if it needs no measurement."""
+    cores = default_threads()
+    with _lock:
+        return ThreadChoice(1, 1) if cores == 1 else _valid_choice(machine_key(cores, target), cores)
 
 
 def _valid_choice(key: str, cores: int) -> ThreadChoice | None:
@@ -159,7 +171,7 @@ def _measure(cores: int, target: Target, fast_cores: int) -> ThreadChoice:
     return ThreadChoice(decode, cores, tuple(sorted(curve.items())), time.time(), other_cpus)
 
 
-def _machine(cores: int, target: Target) -> str:
+def machine_key(cores: int, target: Target) -> str:
     """Return a key of the machine and of the processors that this process may use."""
     counts = cores, default_threads(DECODES)
     facts = (cpu_model(), usable_cpus(), counts, cpu_quota(), last_level_cache(), target.name)

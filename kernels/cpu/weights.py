@@ -56,13 +56,13 @@ class CPUWeightLoader:
         try:
             return self._pack(weight, format), format
         except ScaleRangeError:
-            n_bytes = _packed_bytes(weight.shape, FALLBACK)
+            n_bytes = packed_bytes(weight.shape, FALLBACK)
             purpose = f"for tensor {weight.name}, whose scales do not fit float16 and need {FALLBACK.name},"
             check_memory(n_bytes, purpose)
             return self._pack(weight, FALLBACK), FALLBACK
 
     def _pack(self, weight: Weight, format: KernelType) -> NDArray[np.uint8]:
-        packed = self._memory.take(_packed_bytes(weight.shape, format))
+        packed = self._memory.take(packed_bytes(weight.shape, format))
         matrices = matrices_to_pack(weight, PADDING)
         try:
             for rows, tiles in zip(matrices, packed.reshape(len(matrices), -1), strict=True):
@@ -134,6 +134,10 @@ class CPUPackedWeights:
         """Return a vector, or the rows or columns of a matrix, in zero-padded float32; 0 if None."""
         return 0 if weight is None else self._places[weight]
 
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return the memory of the loaded weights."""
+        return [weight.array for weight in self._loaded.values() if weight.array is not None]
+
     def load(self, use: WeightUse, loader: CPUWeightLoader, progress: Progress | None) -> PackedWeight:
         """Pack a weight, unless another step already has."""
         weight, shared = use.weight, loader.loaded.get(use)
@@ -173,7 +177,7 @@ def _load(use: WeightUse, loader: CPUWeightLoader) -> LoadedWeight:
         array[:, : values.shape[1]] = values
     elif use.is_operand:
         array, format = loader.pack(weight)
-        n_bytes = planned.n_bytes + array.nbytes - _packed_bytes(weight.shape, repack_target(weight.type))
+        n_bytes = planned.n_bytes + array.nbytes - packed_bytes(weight.shape, repack_target(weight.type))
         planned = replace(planned, kernel_type=format.name, n_bytes=n_bytes)
     if use.is_table:
         n_rows, n_columns = weight.shape
@@ -195,7 +199,7 @@ def planned_weight(use: WeightUse, *, pooled: bool = False) -> PackedWeight:
         n_bytes = 4 * n_rows * padded(n_columns)
     elif use.is_operand:
         format = repack_target(weight.type)
-        kernel_type, n_bytes = format.name, _packed_bytes(weight.shape, format)
+        kernel_type, n_bytes = format.name, packed_bytes(weight.shape, format)
     if use.is_table and prod(weight.shape) <= SMALL_TABLE:
         n_bytes += 4 * prod(weight.shape)
     elif use.is_table and not use.is_operand:
@@ -204,7 +208,7 @@ def planned_weight(use: WeightUse, *, pooled: bool = False) -> PackedWeight:
     return use.packed(kernel_type, n_bytes, is_in_file=is_in_file)
 
 
-def _packed_bytes(shape: Sequence[int], format: KernelType) -> int:
+def packed_bytes(shape: Sequence[int], format: KernelType) -> int:
     """Return the bytes of one packed matrix [n_out, n_in] or several."""
     *n_experts, n_out, n_in = shape
     return prod(n_experts) * LAYOUTS[format].packed_bytes(padded(n_out), n_in)

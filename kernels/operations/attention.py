@@ -90,6 +90,18 @@ class RopeAppend(Operation[Tensor]):
         return Tensor(Rows.TOKENS, self.q.width)
 
 
+def n_visible(reach: int | None, depth: int, n_tokens: int) -> float:
+    """Return the mean number of positions that ``n_tokens`` tokens after ``depth`` others see.
+
+    Args:
+        reach: maximum of a token, including its own position; None sees all.
+    """
+    n = depth + n_tokens
+    reach = n if reach is None else reach
+    n_growing = min(max(reach - depth, 0), n_tokens)  # tokens that see all positions up to their own
+    return (n_growing * (depth + (n_growing + 1) / 2) + (n_tokens - n_growing) * reach) / n_tokens
+
+
 def _check_queries(q: Tensor, cache: KVCache) -> None:
     """Raises KernelError unless queries are whole heads, with equally many query heads per key/value head."""
     if q.width == 0 or q.width % (cache.n_heads * cache.key_dim):

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import random
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from localllm.console import quantity
 from localllm.kernels.backend import ExpertReads
-from localllm.kernels.cpu.expert_pool import READERS
-
-#: Bytes per read, similar to an expert's matrix, and bytes of all reads of a measurement.
-_PIECE, _IN_ALL = 2 << 20, 256 << 20
 
 
 @dataclass(frozen=True)
@@ -41,28 +31,3 @@ class ExpertSpeed:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def disk_rate(path: Path) -> float:
-    """Return the bytes per second of reading scattered pieces of a file with as many threads as for experts.
-
-    Bypasses the system's page cache on systems with ``posix_fadvise``.
-    """
-    pieces = range(0, max(1, path.stat().st_size - _PIECE), _PIECE)
-    sample = random.Random(time.monotonic_ns()).sample(pieces, min(len(pieces), _IN_ALL // _PIECE))
-    with path.open("rb", buffering=0) as file:
-        if sys.platform == "linux":
-            for offset in sample:
-                os.posix_fadvise(file.fileno(), offset, _PIECE, os.POSIX_FADV_DONTNEED)
-
-    def read(first: int) -> int:
-        with path.open("rb", buffering=0) as file:
-            n = 0
-            for offset in sample[first::READERS]:
-                file.seek(offset)
-                n += len(file.read(_PIECE))
-            return n
-
-    with ThreadPoolExecutor(READERS) as threads:
-        begin = time.perf_counter()
-        return sum(threads.map(read, range(READERS))) / (time.perf_counter() - begin)

@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from localllm.bench.ceilings import amount, ceiling, threads_of, unit_of
-from localllm.bench.expert_speed import ExpertSpeed, disk_rate
+from localllm.bench.expert_speed import ExpertSpeed
 from localllm.bench.profile import DeviceCeilings, DeviceProfile, profiles
 from localllm.bench.workload import ModelCost, Test
 from localllm.console import StatusLine, quantity
 from localllm.engine.drafting import Drafts
+from localllm.kernels.cpu.rates import disk_rate
 from localllm.llm import LLM
+from localllm.loading.prediction import Predictor
 
 if TYPE_CHECKING:
     from localllm.kernels.cuda.step import Watch
@@ -47,6 +49,7 @@ class Measurement:
     profiles: tuple[DeviceProfile, ...] = ()  # profile of each GPU, if requested
     experts: ExpertSpeed | None = None  # experts that stay in the file, if any
     drafts: Drafts | None = None  # drafts of all repetitions, if the model drafts
+    predicted: float | None = None  # tokens per second; None if a part of the model is not on the CPU
 
     @property
     def share(self) -> float | None:
@@ -73,6 +76,7 @@ class Measurement:
             "achieved": statistics.median(self.achieved) if self.achieved else None,
             "ceiling": statistics.median(self.ceilings) if self.ceilings else None,
             "share": self.share,
+            "predicted": self.predicted,
             **({"profiles": [profile.as_json() for profile in self.profiles]} if self.profiles else {}),
             **({"experts": self.experts.as_json()} if self.experts else {}),
             **({"drafted": self.drafts.drafted, "accepted": self.drafts.accepted} if self.drafts else {}),
@@ -87,10 +91,27 @@ class Measurement:
             quantity(statistics.median(self.achieved), self.unit) if self.achieved else "-",
             quantity(statistics.median(self.ceilings), self.unit) if self.ceilings else "-",
             "-" if self.share is None else f"{self.share:.0%}",
+            "-" if self.predicted is None else f"{self.predicted:,.2f}",
         )
 
 
-def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, quiet: bool = True) -> Measurement:
+def predicted_rate(predictor: Predictor, test: Test) -> float | None:
+    """Return the predicted tokens per second of a test; None if a rate is not known."""
+    n_prompt, n = (0 if test.kind == "tg" else test.n), test.n if test.kind == "tg" else test.n_after
+    token_s = predictor.decode_s(test.depth + n_prompt + n // 2)
+    prompt_s = predictor.prompt_s(n_prompt, test.depth) if n_prompt else 0.0
+    return None if token_s is None or prompt_s is None else (n_prompt + n) / (prompt_s + n * token_s)
+
+
+def measure(
+    llm: LLM,
+    test: Test,
+    repetitions: int,
+    *,
+    isa: str | None = None,
+    quiet: bool = True,
+    predictor: Predictor | None = None,
+) -> Measurement:
     """Run a test once to warm up, and then ``repetitions`` times, alternating with the ceiling."""
     work, random = ModelCost.of(llm.info), np.random.default_rng(0)
     before = _random_ids(llm, random, test.depth)
@@ -116,13 +137,14 @@ def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, q
         ceilings += [] if most is None else [most()]
     status.clear()
     new = Drafts(*(now - then for now, then in zip(_drafts(llm), first, strict=True)))
-    drafts = new if new.drafted else None
+    more: dict[str, Any] = {"experts": experts, "drafts": new if new.drafted else None}
+    more["predicted"] = None if predictor is None else predicted_rate(predictor, test)
     if test.kind == "pg":
-        return Measurement(test, llm.info.threads, "", tuple(rates), (), experts=experts, drafts=drafts)
+        return Measurement(test, llm.info.threads, "", tuple(rates), (), **more)
     a_token = amount(llm.info, test, work) / (1 if test.kind == "tg" else test.n)
     used, limits = tuple(rate * a_token for rate in rates), tuple((a + b) / 2 for a, b in pairwise(ceilings))
     threads, unit = threads_of(llm.info, test), unit_of(llm.info, test)
-    return Measurement(test, threads, unit, tuple(rates), used, limits, experts=experts, drafts=drafts)
+    return Measurement(test, threads, unit, tuple(rates), used, limits, **more)
 
 
 def _drafts(llm: LLM) -> tuple[int, int, int]:

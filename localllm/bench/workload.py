@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-import numpy as np
-
 from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
+from localllm.kernels.cpu.costs import OperationCost, costs
 from localllm.kernels.cpu.tiles import TILES
-from localllm.kernels.graph import Weight
+from localllm.kernels.graph import Operation
 from localllm.kernels.operations import Attention
+from localllm.kernels.operations.attention import n_visible
 from localllm.loading.model_info import ModelInfo
 from localllm.models.registry import read_model
 from localllm.options.checks import whole_number
@@ -80,9 +79,7 @@ class ModelCost:
     def of(cls, info: ModelInfo) -> Self:
         with GGUFFile.open(info.path) as file:
             graph = read_model(file, cache_type=info.cache_type).graph
-            matrices = [t for t in file.tensors.values() if len(t.shape) in (2, 3)]
-            head = file.tensors.get("output.weight", file.tensors["token_embd.weight"])
-            layers = [t for t in matrices if t.name.startswith("blk.")]
+        work = [*costs(graph, 1, 0)]
         attentions = [node.operation for node in graph.nodes if isinstance(node.operation, Attention)]
         windows: Counter[int | None] = Counter()
         for attention in attentions:
@@ -93,8 +90,8 @@ class ModelCost:
         return cls(
             weight_bytes=info.placement.multiplied,
             kv_bytes=kv_bytes,
-            layer_products=products(layers, graph.n_chosen()),
-            head_products=products([head]),
+            layer_products=products(cost for cost in work if cost.layer != "output"),
+            head_products=products(cost for cost in work if cost.layer == "output"),
             attention_products=sum(a.n_heads * (a.cache.key_dim + a.cache.value_dim) for a in attentions),
             windows={window: n / kv_bytes for window, n in windows.items()},
         )
@@ -116,9 +113,7 @@ class ModelCost:
 
     def seen(self, test: Test) -> float:
         """Return the mean number of visible tokens of a token in the test."""
-        positions = np.arange(test.depth, test.depth + test.n) + 1
-        visible = (share * np.minimum(positions, window or positions[-1]) for window, share in self.windows.items())
-        return sum(float(n_tokens.mean()) for n_tokens in visible)
+        return sum(share * n_visible(window, test.depth, test.n) for window, share in self.windows.items())
 
     def bytes_per_token(self, test: Test) -> float:
         """Return the bytes read per generated token of the test."""
@@ -130,16 +125,16 @@ class ModelCost:
         return of_bytes, of_floats + test.n * self.attention_products * self.seen(test)
 
 
-def products(matrices: Iterable[Weight], n_chosen: int = 0) -> tuple[int, int]:
+def products(work: Iterable[OperationCost]) -> tuple[float, float]:
     """Return multiplications of a token's activations with matrices, of bytes and of floats.
 
-    A token uses ``n_chosen`` experts. The format that kernels read counts, which can differ from the file's format.
+    The format that kernels read counts, which can differ from the file's format.
     """
-    n_bytes = n_floats = 0
-    for matrix in matrices:
-        n = math.prod(matrix.shape[-2:]) * (n_chosen if len(matrix.shape) == 3 else 1)
-        if repack_target(matrix.type) in TILES:
-            n_bytes += n
-        else:
-            n_floats += n
+    n_bytes = n_floats = 0.0
+    for cost in work:
+        if not isinstance(cost.sample, Operation):
+            if repack_target(cost.sample) in TILES:
+                n_bytes += cost.per_row
+            else:
+                n_floats += cost.per_row
     return n_bytes, n_floats

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.console import rounded
 from localllm.errors import GGUFError, LocalLLMError
 from localllm.kernels.code_cache import cache_root, write_aside
 from localllm.nesting import parse_json
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from localllm.gguf import GGUFFile
 
 #: To be increased when the meaning of `Details` changes.
-_VERSION = f"{__version__}-2"
+_VERSION = f"{__version__}-3"
 #: Maximum number of cached files.
 _MAX_KEPT = 2000
 
@@ -37,6 +38,8 @@ class Details:
     context: int | None = None  # tokens of the default context
     memory: int | None = None  # bytes of memory with the default context, on the CPU and with an f16 cache
     least_memory: int | None = None  # the same with the smallest default context
+    # predicted tokens per second on the CPU with an empty context; None before rates of the formats are measured
+    tokens_per_s: float | None = None
 
     def fits(self, available: int) -> str | None:
         """Return whether ``available`` bytes suffice: "yes", "with less context", "no", or None if it cannot run."""
@@ -45,6 +48,13 @@ class Details:
         if self.memory <= available:
             return "yes"
         return "with less context" if self.least_memory <= available else "no"
+
+    def verdict(self, available: int) -> str:
+        """Return `fits` with the predicted speed, such as "yes, 14.2 tokens/s"; empty if the model cannot run."""
+        fits = self.fits(available) or ""
+        return (
+            f"{fits}, {rounded(self.tokens_per_s)} tokens/s" if fits not in ("", "no") and self.tokens_per_s else fits
+        )
 
 
 class DetailsReader:
@@ -82,7 +92,7 @@ class DetailsReader:
         if self._store is None or not self._is_changed:
             return
         files = dict(list(self._entries.items())[-_MAX_KEPT:])
-        write_aside(self._store, json.dumps({"version": _VERSION, "files": files}).encode())
+        write_aside(self._store, json.dumps({"version": _version(self._store), "files": files}).encode())
 
 
 def _stamp(path: Path) -> list[int] | None:
@@ -94,12 +104,25 @@ def _stamp(path: Path) -> list[int] | None:
     return [status.st_size, status.st_mtime_ns]
 
 
+def _version(store: Path) -> str:
+    """Return the version of the details in a store. New rates of this machine change predicted speeds."""
+    try:
+        newest = max((path.stat().st_mtime_ns for path in store.parent.glob("rates-*.json")), default=0)
+    except OSError:  # a file that has just been removed
+        newest = 0
+    return f"{_VERSION} {newest}"
+
+
 def _read_store(path: Path) -> dict[str, Any]:
     try:
         stored = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    if not isinstance(stored, dict) or stored.get("version") != _VERSION or not isinstance(stored.get("files"), dict):
+    if (
+        not isinstance(stored, dict)
+        or stored.get("version") != _version(path)
+        or not isinstance(stored.get("files"), dict)
+    ):
         return {}
     return dict(stored["files"])
 
@@ -111,7 +134,8 @@ def _remembered(entry: Any, stamp: list[int]) -> Details | None:
     texts = {"error", "title", "architecture", "file_type"}
     values = {field.name: entry.get(field.name) for field in fields(Details)}
     for name, value in values.items():
-        if value is not None and type(value) is not (str if name in texts else int):
+        expected = str if name in texts else float if name == "tokens_per_s" else int
+        if value is not None and type(value) is not expected:
             return None
     return Details(**values)
 
@@ -147,6 +171,7 @@ def _memory(file: GGUFFile) -> dict[str, Any]:
     from localllm.loading.devices import Device
     from localllm.loading.load import check_runs
     from localllm.loading.placement import MIN_CONTEXT, SHORT_CONTEXT, Planner
+    from localllm.loading.prediction import Predictor
     from localllm.models.registry import read_model
 
     check_runs(file)
@@ -155,5 +180,13 @@ def _memory(file: GGUFFile) -> dict[str, Any]:
     cpu = CPUBackend(threads)  # starts threads only when they are needed
     planner = Planner("the model", model, (Device("cpu", "", threads, threads, cpu, cpu.workers.close),))
     context = min(trained, SHORT_CONTEXT)
-    memory, least = planner.at(context).total, planner.at(min(context, MIN_CONTEXT)).total
-    return {"trained_context": trained, "context": context, "memory": memory, "least_memory": least}
+    placement, least = planner.at(context), planner.at(min(context, MIN_CONTEXT)).total
+    predictor = Predictor.known(model.graph, placement)
+    token_s = None if predictor is None or not model.graph.is_causal else predictor.decode_s(0)
+    return {
+        "trained_context": trained,
+        "context": context,
+        "memory": placement.total,
+        "least_memory": least,
+        "tokens_per_s": None if token_s is None else 1 / token_s,
+    }

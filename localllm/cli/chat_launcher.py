@@ -267,6 +267,6 @@ def list_models(folders: Sequence[Path], device: str) -> Iterator[ModelEntry]:
             quantisation=(details and details.file_type) or "",
             parameters=short_count(details.n_parameters) if details and details.n_parameters else "",
             context=details.trained_context if details else None,
-            fits=(details and details.fits(available)) or "",
+            fits=details.verdict(available) if details else "",
             error=(details and details.error) or "",
         )

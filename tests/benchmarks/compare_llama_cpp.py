@@ -55,7 +55,7 @@ from tests.benchmarks.results import (
     program_version,
     table_line,
 )
-from tests.helpers.synthetic import SHAPES, random_gguf
+from tests.helpers.synthetic import made_gguf
 
 TESTS = ("pp", "tg", "depth", "kv8", "batch", "small", "start", "memory")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -201,17 +201,8 @@ def _models(arguments: argparse.Namespace) -> Iterator[Path]:
     yield from arguments.models
     for made in arguments.make:
         shape, formats = made.split(":")
-        arguments.folder.mkdir(parents=True, exist_ok=True)
         for file_type in formats.split(","):
-            path = arguments.folder / f"{shape}-{file_type}.gguf"
-            if not path.exists() and shape in SHAPES:
-                random_gguf(path, SHAPES[shape], file_type)
-            elif not path.exists():
-                # Imported here because it needs transformers.
-                from tests.helpers.real_shapes import REAL_SHAPES, real_shape_gguf
-
-                real_shape_gguf(path, REAL_SHAPES[shape], file_type)
-            yield path
+            yield made_gguf(arguments.folder, shape, file_type)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ from typing import Any
 import numpy as np
 
 import localllm
-from localllm.bench.expert_speed import ExpertSpeed, disk_rate
+from localllm.bench.expert_speed import ExpertSpeed
 from localllm.console import quantity
 from localllm.kernels.cpu import control_groups, expert_pool
+from localllm.kernels.cpu.rates import disk_rate
 from tests.helpers.real_shapes import REAL_SHAPES, real_shape_gguf
 
 #: Layers of the written model, which has 8.1 GB in Q8_0.

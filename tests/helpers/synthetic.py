@@ -133,6 +133,19 @@ def random_gguf(path: Path, shape: Shape, file_type: str, seed: int = 0, *, repe
     return path
 
 
+def made_gguf(folder: Path, shape: str, file_type: str) -> Path:
+    """Return a random model of `SHAPES` or `real_shapes.REAL_SHAPES` in a folder; writes it if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{shape}-{file_type}.gguf"
+    if not path.exists() and shape in SHAPES:
+        random_gguf(path, SHAPES[shape], file_type)
+    elif not path.exists():
+        from tests.helpers.real_shapes import REAL_SHAPES, real_shape_gguf  # imported here: it needs transformers
+
+        real_shape_gguf(path, REAL_SHAPES[shape], file_type)
+    return path
+
+
 def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Return every tensor's name and shape, in the order of the file."""
     d, f, kv = shape.n_embd, shape.n_ff, shape.n_kv_heads * shape.head_dim

@@ -331,7 +331,7 @@ def test_changed_sources_use_another_cache(tmp_path: Path) -> None:
             if name != "-c":
                 with open(name, "a") as file:
                     file.write("# one line more")
-            compiler._fingerprint.cache_clear()
+            compiler.fingerprint.cache_clear()
             print(compiler._folder())
     """
     needed = ("kernels/cpu/simd.py", "kernels/cache_rounding.py", "quant/bit_packing.py", "quant/packing.py")

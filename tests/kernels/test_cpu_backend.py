@@ -183,7 +183,7 @@ def test_pages_of_large_matrices_are_dropped_while_they_are_packed(
     matrix = random(1000, 32)
     weight = f32(matrix)
     monkeypatch.setattr(weight, "drop_pages", lambda: dropped.append(None))
-    packed, _ = CPUOps(threads=2)._loader.pack(weight)
+    packed, _ = CPUOps(threads=2).loader.pack(weight)
     assert len(dropped) == drops
     unpacked = LAYOUTS[GGMLType.F32].unpack_rows(packed, 32, np.arange(1000))
     np.testing.assert_array_equal(unpacked.view(np.float32), matrix)
@@ -204,7 +204,7 @@ def test_a_scale_out_of_range_stops_all_threads(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(weights, "repack", repack)
     ops = CPUOps(threads=2)
     with pytest.raises(ScaleRangeError):
-        ops._loader._pack(f32(random(100 * weights.PACKED_ROWS, 32)), GGMLType.F32)
+        ops.loader._pack(f32(random(100 * weights.PACKED_ROWS, 32)), GGMLType.F32)
     assert len(repacked) < 20
 
 
@@ -235,6 +235,6 @@ def test_an_error_while_starting_threads_is_raised_while_loading(monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(DeviceError, match="none of 4 threads could be started"):
-            own._loader.pack(f32(random(600, 32)))
-    assert own._loader.pack(f32(random(600, 32)))[0].nbytes >= 4 * 600 * 32
+            own.loader.pack(f32(random(600, 32)))
+    assert own.loader.pack(f32(random(600, 32)))[0].nbytes >= 4 * 600 * 32
     own.workers.close()

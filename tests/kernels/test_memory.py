@@ -47,10 +47,10 @@ def test_returned_memory_is_zeroed_and_reused() -> None:
 def test_a_matrix_repacked_as_float32_reuses_its_memory() -> None:
     """The float32 matrix follows the matrix loaded before, and its padding is zero."""
     ops = CPUOps(threads=2)
-    neighbour, _ = ops._loader.pack(blocks(random_rows(T.F32, 8, 256), T.F32, 256))
+    neighbour, _ = ops.loader.pack(blocks(random_rows(T.F32, 8, 256), T.F32, 256))
     kept = neighbour.copy()
     rows = np.concatenate([random_rows(T.IQ2_XXS, 580, 256), random_rows(T.IQ2_XXS, 3, 256, scales=[40000.0])])
-    tiles, kind = ops._loader.pack(blocks(rows, T.IQ2_XXS, 256))
+    tiles, kind = ops.loader.pack(blocks(rows, T.IQ2_XXS, 256))
     ops.workers.close()
     assert kind == T.F32
     assert 0 <= tiles.ctypes.data - (neighbour.ctypes.data + neighbour.nbytes) < mmap.PAGESIZE

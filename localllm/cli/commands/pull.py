@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from localllm.cli.argument_types import model_file
 from localllm.cli.parser import Command, flag
-from localllm.console import StatusLine, quantity, say, visible_line
+from localllm.console import LoadStatus, StatusLine, quantity, rounded, say, visible_line, warn
+from localllm.errors import LocalLLMError, NotEnoughMemoryError
 
 if TYPE_CHECKING:
     from localllm.catalog.pull import PullProgress
@@ -20,7 +21,30 @@ def run(arguments: argparse.Namespace) -> None:
     path = download(arguments.model, quiet=arguments.quiet)
     print(visible_line(str(path)))
     if not arguments.quiet:
+        _say_speed(path)
         say(f"localllm generate -m {visible_line(arguments.model)} runs this model")
+
+
+def _say_speed(path: Path) -> None:
+    """Print the predicted speed and memory of a downloaded model on this machine."""
+    # Imported here: downloading needs no kernels.
+    from localllm.loading.load import plan_file
+    from localllm.loading.prediction import Predictor
+    from localllm.loading.progress import of_stage
+    from localllm.options.declared import LoadOptions
+
+    try:
+        placement = plan_file(LoadOptions(path=path)).placement
+        with LoadStatus() as progress:
+            predictor = Predictor.of(path, placement, progress=of_stage(progress, "kernels"))
+    except NotEnoughMemoryError as error:
+        warn(str(error))
+        return
+    except LocalLLMError:  # the file is an encoder, or a model that localllm does not support
+        return
+    token_s = None if predictor is None else predictor.decode_s(0)
+    speed = "" if token_s is None else f"about {rounded(1 / token_s)} tokens/s here, "
+    say(f"{speed}{quantity(placement.total, 'B')} of memory with {placement.context:,} tokens of context")
 
 
 def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] | None = None) -> Path:

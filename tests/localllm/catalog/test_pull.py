@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -477,7 +478,9 @@ def test_pulled_models_are_found_by_every_command(hub: HubServer, capfdbinary: p
     assert missing.code == 1
     assert "pull it first, localllm pull org/repo:q8_0" in missing.error()
     pulled = run_main(capfdbinary, "pull", "org/repo:q8_0")
-    assert (pulled.code, pulled.err) == (0, "localllm generate -m org/repo:q8_0 runs this model\n")
+    memory, advice = pulled.err.splitlines()
+    assert re.fullmatch(r"\d+ MB of memory with 1,024 tokens of context", memory)
+    assert (pulled.code, advice) == (0, "localllm generate -m org/repo:q8_0 runs this model")
     path = Path(pulled.out.removesuffix("\n"))
     assert path.read_bytes() == DEMO
     shown = run_main(capfdbinary, "inspect", "org/repo:q8_0", "--metadata")

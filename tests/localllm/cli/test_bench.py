@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from localllm import LLM
 from localllm.bench.model_speed import Measurement, measure
 from localllm.bench.workload import ModelCost, Test, make_tests, products
 from localllm.cli.commands import bench
+from localllm.kernels.cpu.costs import OperationCost
 from localllm.quant.types import GGMLType
 from tests.helpers.command_line import Outcome, run_main
 from tests.helpers.tiny_models import tiny_gguf
@@ -51,11 +51,11 @@ def test_the_table(run: Bench) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
     assert "reference (numpy), 1 thread, 31 tokens of context" in lines[0]
-    assert lines[2].split() == ["test", "threads", "tok/s", "achieved", "ceiling", "share"]
+    assert lines[2].split() == ["test", "threads", "tok/s", "achieved", "ceiling", "share", "predicted"]
     rows = [re.split(r"\s{2,}", line.strip()) for line in lines[3:]]
     assert [row[0] for row in rows] == ["pp8", "pp20", "tg4", "pp8 @ d10", "pp20 @ d10", "tg4 @ d10"]
     assert all(row[1].split()[0] == "1" for row in rows)
-    assert all("±" in line and line.endswith("-      -") for line in lines[3:])
+    assert all("±" in line and line.split()[-3:] == ["-"] * 3 for line in lines[3:])
 
 
 def test_json_comes_alone(run: Bench, path: Path) -> None:
@@ -190,12 +190,10 @@ def test_weights_in_floats_are_float_products(tmp_path: Path) -> None:
 def test_what_counts_is_the_format_that_kernels_read() -> None:
     """An IQ4_XS matrix is converted to IQ4_NL, whose products use bytes."""
 
-    def matrix(type: GGMLType, *shape: int) -> Any:
-        return SimpleNamespace(type=type, shape=shape)
+    def cost(type: GGMLType, n_products: int) -> OperationCost:
+        return OperationCost("matrix", 0, type, 1, 1, n_products)
 
-    given = [matrix(GGMLType.IQ4_XS, 2, 256), matrix(GGMLType.Q4_0, 3, 32), matrix(GGMLType.F16, 5, 7)]
-    assert products(given) == (512 + 96, 35)
-    assert products([*given, matrix(GGMLType.Q4_0, 8, 2, 32)], n_chosen=3) == (512 + 96 + 3 * 64, 35)
+    assert products([cost(GGMLType.IQ4_XS, 512), cost(GGMLType.Q4_0, 96), cost(GGMLType.F16, 35)]) == (608, 35)
 
 
 def test_a_busy_machine_is_told(
@@ -233,4 +231,4 @@ def test_a_share_compares_each_repetition_with_its_own_ceiling() -> None:
     measurement = Measurement(Test("tg", 8, 0), 2, "B/s", (1.0, 2.0, 4.0), (10.0, 20.0, 40.0), (20.0, 100.0, 100.0))
     assert measurement.share == 0.4
     assert measurement.scatter == 5
-    assert list(measurement.cells()) == ["tg8", "2", "2.00 ± 1.53", "20 B/s", "100 B/s", "40%"]
+    assert list(measurement.cells()) == ["tg8", "2", "2.00 ± 1.53", "20 B/s", "100 B/s", "40%", "-"]

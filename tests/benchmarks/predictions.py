@@ -1,0 +1,100 @@
+"""Compare predicted speeds with measurements, for random models of several shapes.
+
+    python -m tests.benchmarks.predictions                                 # writes 20 GB of models
+    python -m tests.benchmarks.predictions llama-1.1b:q4_0 llama-1.1b:q4_0:q8_0 qwen3moe-7b:q4_k_m@2.5
+    python -m tests.benchmarks.predictions model.gguf
+
+A model is SHAPE:FILE_TYPE, optionally with :CACHE_TYPE and @GIGABYTES of memory, or a file.  The rates of this
+machine's kernels are measured again before each model, because the speed of memory drifts; then the model is loaded
+and measured.  Of rates and of measurements the best repetition counts.  Errors are the prediction relative to the
+measurement.  The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import localllm
+from localllm.bench.model_speed import measure
+from localllm.bench.workload import Test
+from localllm.cli.machine_warnings import disturbance
+from localllm.kernels.code_cache import cache_root
+from localllm.kernels.cpu.host import OtherLoad
+from localllm.loading.load import LONG_CONTEXT, plan_file
+from localllm.loading.prediction import Predictor
+from localllm.options.declared import LoadOptions
+from tests.helpers.synthetic import made_gguf
+
+#: Dense, hybrid, window and mixture models of 0.5 to 8 billion parameters, and experts that stay in the file.
+MODELS = (
+    "qwen2-0.5b:q8_0",
+    "llama-1.1b:q4_0",
+    "llama-1.1b:q4_k_m:q8_0",
+    "llama-1.1b:f16",
+    "llama-1.1b:iq3_s",
+    "llama-8b:q4_k_m",
+    "qwen35-0.8b:q4_k_m",
+    "gemma3-4b:q4_k_m",
+    "qwen3moe-7b:q4_k_m",
+    "deepseek3-2.6b:q8_0",
+    "qwen3moe-7b:q4_k_m@3",
+)
+#: Tests: evaluation of a prompt, and generation after few and after many tokens.
+TESTS = (Test("pp", 512, 0), Test("tg", 32, 0), Test("tg", 32, 4096))
+#: Largest error that the goal allows.
+GOAL = 0.1
+
+_COLUMNS = "{:<26} {:<14} {:>10} {:>10} {:>7}"
+
+
+def compare(name: str, folder: Path, repetitions: int, threads: int | None) -> Iterator[dict[str, Any]]:
+    """Yield a row for each test of a model."""
+    model, _, gigabytes = name.partition("@")
+    shape, *types = model.split(":")
+    path = Path(model) if model.endswith(".gguf") else made_gguf(folder, shape, types[0])
+    context = max(test.context for test in TESTS)
+    options: dict[str, Any] = {"device": "cpu", "context": context, "cache_type": types[1] if types[1:] else "f16"}
+    options |= {"threads": threads, **({"max_memory": float(gigabytes)} if gigabytes else {})}
+    for stored in [] if (root := cache_root()) is None else root.glob("rates-*.json"):
+        stored.unlink()
+    warnings.filterwarnings("ignore", LONG_CONTEXT)
+    plan = plan_file(LoadOptions(path=path, **options))
+    predictor = Predictor.of(path, plan.placement, threads)
+    with localllm.load(path, **options) as llm:
+        for test in TESTS:
+            result = measure(llm, test, repetitions, predictor=predictor)
+            measured, predicted = max(result.rates), result.predicted or 0.0
+            error = predicted / measured - 1
+            yield {"model": name, "test": test.name, "predicted": predicted, "measured": measured, "error": error}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--folder", type=Path, default=Path("benchmark-models"), help="where models are written")
+    parser.add_argument("-r", "--repetitions", type=int, default=3)
+    parser.add_argument("-t", "--threads", type=int)
+    arguments = parser.parse_args()
+    print(_COLUMNS.format("model", "test", "predicted", "measured", "error"))
+    rows, other_load = list[dict[str, Any]](), OtherLoad()
+    for name in arguments.models:
+        for row in compare(name, arguments.folder, arguments.repetitions, arguments.threads):
+            figures = f"{row['predicted']:,.1f}", f"{row['measured']:,.1f}", f"{row['error']:+.0%}"
+            print(_COLUMNS.format(row["model"], row["test"], *figures), flush=True)
+            rows.append(row)
+    if complaint := disturbance(other_load.cpus(), 1.0):
+        print(complaint, file=sys.stderr)
+    errors = [abs(row["error"]) for row in rows]
+    print(json.dumps({"rows": rows, "median_error": statistics.median(errors), "largest_error": max(errors)}))
+    return int(max(errors) > GOAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
