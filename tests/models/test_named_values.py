@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.inspection.names import ValueNames
-from localllm.inspection.transformers_values import values_of
+from localllm.inspection.transformers_values import _layers, values_of
 from localllm.kernels.backend import Step
 from localllm.kernels.variants import graph_variant
 from tests.helpers.backends import shared_by_threads
@@ -75,7 +75,39 @@ def test_the_reference_has_the_values_of_transformers(name: str, tmp_path: Path)
     check(name, Runner(path, ReferenceOps(np.float32)), 1e-3)
 
 
-@pytest.mark.parametrize("name", TINY)
+#: Models whose blocks differ most. Only CI runs the others on the CPU, because their kernels are slow to compile.
+ON_THE_CPU = ("llama", "gemma2", "qwen3moe", "deepseek-v3", "mamba2", "qwen35", "qwen4exp", "lfm2", "gemma3n")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ON_THE_CPU else pytest.mark.ci) for name in TINY]
+)
 def test_the_cpu_has_the_values_of_transformers(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
     check(name, Runner(path, shared_by_threads(CPUOps(threads=2))), 5e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3moe", "mamba2", "gptneox"])
+def test_an_edit_changes_logits_as_in_transformers(name: str, tmp_path: Path) -> None:
+    import torch
+
+    runner = Runner(write(tmp_path / "model.gguf", TINY[name], model_of(name)), ReferenceOps(np.float32))
+    vector = np.random.default_rng(3).normal(0, 1, runner.model.config.n_embd).astype(np.float32)
+
+    def steer(value: str, x: Array, base: Array | None) -> None:
+        x += vector
+
+    def hook(module: Any, arguments: Any, result: Any) -> Any:
+        added = torch.from_numpy(vector)
+        return (result[0] + added, *result[1:]) if isinstance(result, tuple) else result + added
+
+    edited = runner.step.variant(graph_variant(runner.model.graph, (), ["layers.1.output"])[0])
+    ours, model = run(edited, IDS, 0, edit=steer), model_of(name)
+    handle = _layers(model, ValueNames(runner.model.graph))[1].register_forward_hook(hook)
+    try:
+        with torch.no_grad():
+            theirs = model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
+    finally:
+        handle.remove()
+    assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()
+    assert np.abs(ours - run(runner.step, IDS, 0)).max() > 0.01 * np.abs(theirs).max()

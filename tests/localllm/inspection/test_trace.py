@@ -165,6 +165,24 @@ def test_an_error_of_the_receiver_ends_only_its_request(llm: LLM) -> None:
     assert len(other.read().ids) == 5
 
 
+def test_a_program_that_does_not_fit_in_memory_ends_only_its_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(n_bytes: int, purpose: str) -> None:
+        raise NotEnoughMemoryError(f"{purpose} takes {n_bytes} bytes")
+
+    with localllm.load(tiny_gguf(tmp_path / "m.gguf"), device="cpu", context=128, parallel=4) as llm:
+        other = llm.stream(IDS, max_tokens=20, temperature=0, ignore_eos=True)
+        monkeypatch.setattr("localllm.kernels.cpu.backend.check_memory", refuse)
+        with pytest.raises(
+            NotEnoughMemoryError, match=r"^a program that reads or changes values inside the model takes"
+        ):
+            llm.trace(OTHER, "layers.*.output")
+        assert len(other.read().ids) == 20
+        monkeypatch.undo()
+        assert llm.trace(OTHER, "layers.0.output")["layers.0.output"].shape == (70, 64)
+
+
 def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"^names names 'layer.1.output'.*nearest names are layers.1.output"):
         llm.trace(IDS, "layer.1.output")
