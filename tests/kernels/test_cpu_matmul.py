@@ -326,7 +326,7 @@ def test_float_rows_of_any_length(n_in: int) -> None:
 
 
 def test_a_matrix_reports_its_format() -> None:
-    loader = backend(available()[0].name)._loader
+    loader = backend(available()[0].name).loader
     names = {t: loader.pack(blocks(random_rows(t, 2, 256), t, 256))[1].name for t in FORMATS}
     assert names[T.Q4_K] == "Q4_K"
     assert names[T.IQ4_XS] == "IQ4_NL"
@@ -338,12 +338,12 @@ def test_matrices_with_scales_above_float16_become_float32(monkeypatch: pytest.M
     rows = random_rows(T.IQ2_XXS, N_OUT, 256, scales=[40000.0])
     isa, x = available()[0].name, activations(2, 256)
     weight = blocks(rows, T.IQ2_XXS, 256)
-    tiles, kind = backend(isa)._loader.pack(weight)
+    tiles, kind = backend(isa).loader.pack(weight)
     assert (kind, tiles.nbytes) == (T.F32, 4 * padded(N_OUT) * 256)
     check(multiply(isa, x, rows, T.IQ2_XXS), x.astype(np.float64), values_of(rows, T.IQ2_XXS))
     monkeypatch.setattr(host, "_least_memory", lambda: (tiles.nbytes - 1, "there"))
     with pytest.raises(NotEnoughMemoryError, match=r"for tensor tensor, whose scales do not fit float16 .* F32"):
-        backend(isa)._loader.pack(weight)
+        backend(isa).loader.pack(weight)
 
 
 def test_a_type_that_no_kernel_reads_is_refused() -> None:
