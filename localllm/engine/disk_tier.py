@@ -229,7 +229,7 @@ class DiskTier:
     # -- Restoring -------------------------------------------------------------------------------------------------
 
     def _plan(self, request: Request) -> _Restoring | None:
-        """Return the blocks to restore for a request. None if memory has as many tokens, or evaluating is faster."""
+        """Return the blocks to restore for a request. None if memory has the same tokens, or reading is slower."""
         root = self._cache.root_of(request.tree)
         ids = request.tokens[: request.n_reusable]
         n_tokens, needed = self._best_end(root, ids)
