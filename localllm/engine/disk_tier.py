@@ -39,6 +39,9 @@ _READ_AHEAD = 32 << 20
 #: Fraction of the pages that restoring leaves to running requests.
 _LEFT_TO_REQUESTS = 1 / 8
 
+#: Most blocks after the last full block of a prompt that are compared with the prompt's next tokens.
+_MOST_CHILDREN = 256
+
 #: Rates before the first measurement: bytes per second of the store, and seconds per prompt token.
 _READ_RATE, _TOKEN_S = 500e6, 1e-3
 #: Weight of one measurement, and the bytes that make one.
@@ -242,7 +245,7 @@ class DiskTier:
         n_bytes = sum(0 if level.node is None else sum(map(level.node.n_bytes, parts)) for level, parts in needed)
         n_new = n_tokens - self._cache.n_usable(ids, request.tree) if n_bytes else 0
         if n_bytes > n_new * (self._step_times.token_s or _TOKEN_S) * self._read_rate:
-            needed, n_bytes, n_new = [], 0, 0
+            needed, n_bytes = [], 0
         if not n_bytes and not media:
             return None
         return _Restoring(request, root, deque(needed), deque(media), n_bytes)
@@ -255,10 +258,9 @@ class DiskTier:
         for i in range(len(levels), -1, -1):
             before = levels[:i]
             parent = before[-1] if before else _Level([], root, self._store.get(root.key or b""))
-            rest, ends = ids[i * size : (i + 1) * size], list[tuple[int, _Level]]()
-            for level in self._children(parent):
-                most = common_prefix(level.ids, rest)
-                ends += [(n, level) for n in self._ends(level, most)]
+            rest = ids[i * size : (i + 1) * size]
+            children = [*levels[i : i + 1], *self._children(parent)]
+            ends = [(n, child) for child in children for n in self._ends(child, common_prefix(child.ids, rest))]
             for n, level in sorted(ends, key=lambda end: -end[0]):
                 path, needed = [*before, level], list[tuple[_Level, list[int]]]()
                 for j in reversed(range(len(path))):  # missing parts are likely to be near the end
@@ -284,12 +286,12 @@ class DiskTier:
             yield level
 
     def _children(self, level: _Level) -> list[_Level]:
-        """Return the blocks that follow a block, in memory or in the store."""
+        """Return the blocks that follow a block, in memory or among the newest in the store."""
         levels: dict[tuple[int, ...], _Level] = {}
         if level.block is not None:
             for block in (*level.block.tails, *level.block.children.values()):
                 levels[tuple(block.ids)] = _Level(block.ids, block, None)
-        for node in self._store.children(level.node):
+        for node in self._store.children(level.node)[-_MOST_CHILDREN:]:
             if 0 in node.parts:
                 ids = ids_of(node.ids)
                 levels.setdefault(tuple(ids), _Level(ids, None, None)).node = node

@@ -138,6 +138,14 @@ def test_memory_is_smaller_than_the_prompts(engines: Engines) -> None:
     engine.check_all_pages_are_back()
 
 
+def test_a_block_is_found_among_many(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "_MOST_CHILDREN", 2)
+    engine = engines.start()
+    for last in (range(4, 8), *([id_] * 4 for id_ in range(50, 60))):
+        run(engine, writing([*range(4), *last], 1))
+    assert n_evaluated(engines.start(), writing([*range(8), 96, 95], 1)) == 2
+
+
 def test_several_requests_at_once(engines: Engines) -> None:
     engine, rng = engines.start(), np.random.default_rng(1)
     common = rng.integers(0, 97, 20).tolist()
