@@ -213,21 +213,21 @@ class Trace:
                 yield (piece.prompt, name), n_done[piece.prompt], values
             n_done[piece.prompt] += len(piece.positions)
 
-    def _places(self) -> dict[tuple[int, str], _Place]:
+    def _places(self) -> dict[tuple[int, str], _FileArray]:
         """Return the arrays of all prompts by (index of the prompt, name), in the order of a file."""
-        places: dict[tuple[int, str], _Place] = {}
+        places: dict[tuple[int, str], _FileArray] = {}
         offset = 0
         for i, prompt in enumerate(self.prompts):
             for name in prompt.probe.watched:
                 shape = self.names[name]
                 dtype = np.int32 if shape.is_choice else np.float32
-                places[i, name] = _Place(dtype, (len(prompt.positions), shape.width), offset)
+                places[i, name] = _FileArray(dtype, (len(prompt.positions), shape.width), offset)
                 offset += places[i, name].n_bytes
         return places
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FileArray:
     """An array in a file."""
 
     dtype: type[np.int32 | np.float32]
@@ -250,7 +250,7 @@ class _Place:
 
 
 def _save_npz(
-    path: Path, places: Mapping[str, _Place], write: Callable[[Callable[[bytes, int], object]], object]
+    path: Path, places: Mapping[str, _FileArray], write: Callable[[Callable[[bytes, int], object]], object]
 ) -> None:
     """Write a .npz file, whose arrays must be contiguous: a temporary file collects the rows first."""
     try:
