@@ -65,7 +65,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "nested": {"parts": {"x": "1", "y": [1, 2.5, -3e4]}, "texts": ["12", "a, b"], "is_it": None, "a": 0},
     "unicode": {"note": "日本 🙂 é \u2028 ｜", "texts": ["ß", "🙂"]},
     "quotes": {"note": "it's \"so\" `x` \\n \\ '''y''' {z} [1] (2), a: b", "texts": ["'", '"']},
-    "lines": {"note": "one\n\n  two\tthree", "is_it": True},
+    "lines": {"note": "one\n\n  two\tthree\n", "is_it": True},
 }
 STEPS = {"whole": 10_000, "by characters": 1, "random": 0}
 
