@@ -352,7 +352,7 @@ def test_a_grammar_that_llguidance_refuses_allows_any_call() -> None:
 
 
 def test_many_tools() -> None:
-    tools = [tool(f"tool_{i}", PARAMETERS["edit"]) for i in range(500)]
-    for name in ("hermes", "qwen coder"):
+    for name, tool_name in (("hermes", "tool_{}"), ("qwen coder", "tool_{}"), ("command", "server_{}_do_thing")):
+        tools = [tool(tool_name.format(i), PARAMETERS["edit"]) for i in range(500)]
         (call,) = parsed(sampled(constraint_of(name, tools=tools, must_call=True), name, 0), tools=tools)[0]
-        assert re.fullmatch(r"tool_\d+", call.name)
+        assert re.fullmatch(tool_name.format(r"\d+"), call.name)
