@@ -64,8 +64,9 @@ PARAMETERS: dict[str, Any] = {
         "properties": {
             "root": {"$ref": "#/$defs/node"},
             "depth": {"anyOf": [{"type": "integer", "maximum": 9}, {"type": "null"}]},
+            "size": {"type": "number"},  # may have an exponent beyond float64
         },
-        "required": ["root"],
+        "required": ["root", "size"],
         "$defs": {"node": NODE},
     },
     "find": {
