@@ -168,6 +168,20 @@ def test_random_calls_follow_their_format_and_schemas(name: str) -> None:
     assert called <= PARAMETERS.keys()
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_texts_follow_limits_and_patterns(name: str) -> None:
+    pattern = {"type": "string", "pattern": "^[a-f]{2,4}$"}
+    properties = {"long": {"type": "string", "minLength": 4}, "hex": pattern, "line": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": [*properties]}
+    for seed in range(4):
+        tools = [tool("find", parameters)]
+        reply = sampled(constraint_of(name, opened_of(name), tools, must_call=True), name, seed)
+        (call,) = parsed(reply, opened_of(name), tools)[0]
+        assert call.values.keys() == properties.keys(), reply
+        assert len(call.values["long"]) >= 4
+        assert re.fullmatch("[a-f]{2,4}", call.values["hex"])
+
+
 # -- The start of a call -------------------------------------------------------------------------------------------
 
 

@@ -318,7 +318,10 @@ def test_documents_and_unknown_blocks(templated: Serving) -> None:
 
 
 def test_tools_of_an_mcp_server_have_no_name(templated: Serving) -> None:
-    tools = [{"type": "mcp_toolset", "mcp_server_name": "files"}, {"type": "web_search_20250305", "name": "web_search"}]
+    tools = [
+        {"type": "mcp_toolset", "mcp_server_name": "files"},
+        {"type": "web_search_20250305", "name": "web_search"},
+    ]
     body = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}], "tools": tools}
     (warning,) = post(templated, "/v1/messages", body).json()["warnings"]
     assert warning.endswith("omitted: mcp_toolset, web_search")
