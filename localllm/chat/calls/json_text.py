@@ -57,8 +57,8 @@ def is_word(text: str) -> bool:
 def json_word(text: str) -> str:
     """Return the JSON of a word of JSON or Python, or of a number; empty for other text.
 
-    A number whose fraction or exponent puts it beyond float64 becomes the largest float64, because a grammar allows
-    such a number and a schema allows no string in its place.
+    A number with a fraction or an exponent that is larger than float64 becomes the largest float64. Grammars allow such
+    numbers, and the tool's schema may not allow a string.
     """
     word = PYTHON_WORDS.get(text, text)
     if is_word(word):
