@@ -57,8 +57,8 @@ def is_word(text: str) -> bool:
 def json_word(text: str) -> str:
     """Return the JSON of a word of JSON or Python, or of a number; empty for other text.
 
-    A number with a fraction or an exponent that is larger than float64 becomes the largest float64. Grammars allow such
-    numbers, and the tool's schema may not allow a string.
+    A number with a fraction or an exponent that is larger than float64 becomes the largest float64. Grammars allow
+    such numbers, and the tool's schema may not allow a string.
     """
     word = PYTHON_WORDS.get(text, text)
     if is_word(word):
