@@ -148,7 +148,8 @@ def read_message(
         )
     calls = read_calls(number, message.get("tool_calls"))
     content = message.get("content")
-    may_be_null = role in ("assistant", "tool") and "content" in message
+    # Clients omit the null content of a reply that has only reasoning.
+    may_be_null = role in ("assistant", "tool") and not message.keys().isdisjoint(("content", *_REASONING))
     if content is None and not calls and not may_be_null:
         raise TemplateError(f"message {number} (role {quoted(role)}) has no 'content'")
     parts, thoughts = read_parts(number, role, content, may_open_files, skipped)
@@ -237,7 +238,7 @@ def _document(number: int, role: str, part: Mapping[str, Any], skipped: list[str
     lines = [part.get("title"), part.get("source"), file.get("filename"), part.get("context")]
     heading = "".join(f"{line}\n" for line in lines if isinstance(line, str) and line)
     name = f"the document {quoted(heading.splitlines()[0])}" if heading else f"the document of message {number}"
-    data = source.get("data") or source.get("file_data")
+    data = next((source[key] for key in ("data", "file_data") if source.get(key) is not None), None)
     if source.get("type") == "content":
         parts, _ = read_parts(number, role, source.get("content"), skipped=skipped)
     elif not isinstance(data, str):

@@ -25,7 +25,8 @@ from localllm.server.openai import new_id, warnings_json
 
 
 class Tool(msgspec.Struct):
-    name: str
+    name: str = ""
+    type: str = "custom"
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool = False
@@ -72,7 +73,7 @@ def _job(body: MessagesRequest) -> GenerationJob:
         for tool in body.tools or []
         if tool.input_schema is not None
     ]
-    hosted = [tool.name for tool in body.tools or [] if tool.input_schema is None]
+    hosted = [tool.name or tool.type for tool in body.tools or [] if tool.input_schema is None]
     one_call = bool((body.tool_choice or {}).get("disable_parallel_tool_use"))
     chosen = choose_tools(tools, body.tool_choice, one_call=one_call)
     skipped: list[str] = []

@@ -33,7 +33,7 @@ class TaggedArguments:
     begin: str
     end: str
     between: str = ""
-    has_line_breaks: bool = True  # whether a line break at the start and the end of a value belongs to the tags
+    has_line_breaks: bool = True  # whether line breaks at both ends of a value belong to the tags
 
     @property
     def key_tag(self) -> str:

@@ -37,8 +37,12 @@ def _format(models: str, frame: str, call: str, arguments: Arguments = _JSON, **
 
 
 def _invoke(models: str, calls: str, prefix: str = "", attributes: str = "", **more: Any) -> CallFormat:
-    """Declare a format of XML elements: ``calls``, and ``invoke`` and ``parameter`` with a prefix."""
-    parameter = TaggedArguments(f'<{prefix}parameter name="{{key}}"{attributes}>', f"</{prefix}parameter>", "\n")
+    """Declare a format of XML elements: ``calls``, and ``invoke`` and ``parameter`` with a prefix.
+
+    Values are exact if the tags have attributes.
+    """
+    begin, end = f'<{prefix}parameter name="{{key}}"{attributes}>', f"</{prefix}parameter>"
+    parameter = TaggedArguments(begin, end, "\n", has_line_breaks=not attributes)
     call = f'<{prefix}invoke name="{{name}}">\n{{arguments}}</{prefix}invoke>'
     return _format(models, f"<{calls}>¦\n…\n¦</{calls}>", call, parameter, **more)
 

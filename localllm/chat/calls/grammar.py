@@ -179,15 +179,16 @@ def _calls(form: CallFormat, functions: Sequence[Mapping[str, Any]], rules: Rule
     for function in functions:
         name, parameters = function["name"], function["parameters"]
         n_left -= len(json.dumps(parameters))
-        written_name = json.dumps(name)[1:-1] if is_json else name
-        head = f"{_terminals(before, is_json)} {literal(written_name)} {_terminals(after, is_json)}"
+        head = f"{literal(json.dumps(name)[1:-1] if is_json else name)} {_terminals(after, is_json)}"
         grammar = function["input_grammar"]
         n_left -= 25 * len(grammar[1]) if grammar else 0  # escaping lengthens it
         if n_left < 0:
             parameters = grammar = None
         arguments = _arguments(form.arguments, parameters, grammar, rules, enforced)
         calls.append(f"{rules.add(head.strip(), is_terminal=True)} {arguments} {flexible(form.tail)}")
-    return rules.add(" | ".join(calls))
+    # The names share one terminal for the text before them, because llguidance limits the size of all terminals.
+    start = rules.add(_terminals(before, is_json), is_terminal=True) if before else ""
+    return rules.add(f"{start} ({' | '.join(calls)})")
 
 
 def _terminals(text: str, is_json: bool) -> str:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import sys
 from typing import NamedTuple, Self
 
 from localllm.chat.thinking import n_open
@@ -51,6 +52,19 @@ _BARE_WORD = re.compile(r"[\w.+-]{1,100}+(?=\s{0,20}[,}\]\n])")
 def is_word(text: str) -> bool:
     """Return whether a text is a word or number of JSON. A number beyond float64 is none."""
     return bool(_WORD.fullmatch(text)) and (text[0] in "tfn" or math.isfinite(float(text)))
+
+
+def json_word(text: str) -> str:
+    """Return the JSON of a word of JSON or Python, or of a number; empty for other text.
+
+    A number with a fraction or an exponent that is larger than float64 becomes the largest float64. Grammars allow
+    such numbers, and the tool's schema may not allow a string.
+    """
+    word = PYTHON_WORDS.get(text, text)
+    if is_word(word):
+        return word
+    is_large = _WORD.fullmatch(word) is not None and not word.removeprefix("-").isdigit()
+    return repr(math.copysign(sys.float_info.max, float(word))) if is_large else ""
 
 
 class JSONReader:
@@ -324,7 +338,7 @@ class JSONReader:
     def _bare_value(self, text: str, at: int, end: int, is_whole: bool) -> tuple[str, int]:
         """A number or word, or a string without quotation marks, which a comma ends only before the next key."""
         word = _BARE_WORD.match(text, at, end)
-        if word is not None and is_word(PYTHON_WORDS.get(word[0], word[0])):
+        if word is not None and json_word(word[0]):
             value_end: int | None = word.end()
         else:
             value_end = self._bare_value_end(text, at, end, is_whole)
@@ -333,9 +347,8 @@ class JSONReader:
         value = text[at:value_end].rstrip()
         out = self._next_item()
         self._expects = ","
-        json_word = PYTHON_WORDS.get(value, value)
-        if is_word(json_word):
-            return out + json_word, value_end - at
+        if written := json_word(value):
+            return out + written, value_end - at
         self.n_repairs += 1
         return out + json.dumps(value, ensure_ascii=False), value_end - at
 

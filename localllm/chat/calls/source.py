@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from localllm.chat.calls.argument_types import ArgumentTypes
-from localllm.chat.calls.json_text import PYTHON_WORDS, is_word, repaired
+from localllm.chat.calls.json_text import PYTHON_WORDS, json_word, repaired
 from localllm.chat.conversation import ToolCall
 from localllm.nesting import MAX_CALL_NESTING
 
@@ -124,8 +124,8 @@ class Call:
             is_string = "string" in types and not (text == "null" and "null" in types)
         if is_string:
             return json.dumps(text, ensure_ascii=False)
-        word = PYTHON_WORDS.get(text.strip(), text.strip())
-        if is_word(word):
+        word = json_word(text.strip())
+        if word and ("number" in types or word == PYTHON_WORDS.get(text.strip(), text.strip())):
             return word
         # JSON with errors may be a string, unless the schema requires a list or an object.
         max_repairs = None if types & {"array", "object"} else 0

@@ -80,7 +80,7 @@ class _Value:
         if self._types and self._types <= {"string", "null"}:
             self._is_string = self._is_string or None  # the schema decides
         self._parts: list[str] = []  # certain characters that were not emitted
-        self._is_emitted = False
+        self._is_emitted = self._is_on_lines = False
         self._tentative: tuple[int, int] | None = None  # offset and length of an end that nothing has confirmed
         self._marks = _marks(tag, self._closing)
         self._tags = (
@@ -125,14 +125,18 @@ class _Value:
             self._call.problem = "a value is not closed"
 
     def _start(self) -> Reading:
-        """Read the line break before a value. Start to emit the value if it is a string."""
+        """Read the line break before a value. Start to emit the value if it is a string.
+
+        A line break after the value belongs to the tags only if there is one before the value: otherwise files whose
+        text ends with a line break would lose it.
+        """
         source = self._source
         start = "\n" + _CDATA[0]
         while start.startswith(source.rest) or _CDATA[0].startswith(source.rest):
             if not (yield from source.wait()):
                 break
-        if self._arguments.has_line_breaks and source.rest.startswith("\n"):
-            source.take(1)
+        self._is_on_lines = self._arguments.has_line_breaks and source.rest.startswith("\n")
+        source.take(self._is_on_lines)
         may_be_null = "null" in self._types and self._is_string is None
         is_string = self._is_string or (self._is_string is None and "string" in self._types)
         self._is_emitted = is_string and not may_be_null and not source.rest.startswith(_CDATA[0])
@@ -156,7 +160,7 @@ class _Value:
 
     def _end(self, n: int, n_tag: int) -> None:
         """End the value after ``n`` more characters, before a tag of ``n_tag`` characters."""
-        has_break = self._arguments.has_line_breaks and self._source.rest[:n].endswith("\n")
+        has_break = self._is_on_lines and self._source.rest[:n].endswith("\n")
         self._add(n - has_break)
         self._source.take(has_break + n_tag)
         if self._is_emitted:

@@ -100,6 +100,11 @@ class Rules:
         """Return a rule for text up to and including its first ``end``."""
         return self.add(f"{text} {end}", options="[lazy]")
 
+    def without(self, text: str, pattern: str = _ANY_TEXT) -> str:
+        """Return a terminal for strings that follow a pattern and do not contain a text."""
+        escaped = re.escape(text).replace("/", "\\/")
+        return self.add(f"{pattern} & ~/(.|\\n)*{escaped}(.|\\n)*/", is_terminal=True)
+
     def listed(self, items: Sequence[tuple[str, bool]], separator: str, extra: str) -> str:
         """Return an expression for items in their order, with a separator between them.
 
@@ -305,6 +310,9 @@ class _PythonValues(_Values):
         return f'"(" {self._rules.listed(pairs, self.separator, extra)} ")"'
 
     def string(self, schema: dict[str, Any]) -> str:
+        if "pattern" in schema and (pattern := text_pattern(schema)) != _ANY_TEXT:
+            simple = self._rules.add(rf"{pattern} & /[^\"\\\x00-\x1f\x7f]*/", is_terminal=True)
+            return f"{literal(chr(34))} {simple} {literal(chr(34))}"
         n = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
         ends = ((quote, rf"/([^{quote}\\\x00-\x1f\x7f]|\\[\\\"'nrt]){n}/") for quote in "\"'")
         strings = (f"{literal(quote)} {characters} {literal(quote)}" for quote, characters in ends)
@@ -333,8 +341,10 @@ class _QuotedValues(_Values):
         return self.object(schema)
 
     def string(self, schema: dict[str, Any]) -> str:
-        quote = literal(self._quote)
-        return f"{quote} {self._rules.lazy(quote, text_pattern(schema))}"
+        quote, pattern = literal(self._quote), text_pattern(schema)
+        # Text of a minimum length must not contain its own end.
+        text = pattern if pattern == _ANY_TEXT else self._rules.without(self._quote, pattern)
+        return f"{quote} {self._rules.lazy(quote, text)}"
 
     def constant_string(self, value: str) -> str:
         return literal(f"{self._quote}{value}{self._quote}")
@@ -357,8 +367,8 @@ class _TextValues(_Values):
         tags = [(self.tag(name, item), is_required) for name, item, is_required in properties(schema, _NAME)]
         return self._rules.listed(tags, "", self.any_tag() if has_extra(schema) else "")
 
-    def _text(self, schema: Schema, end: str, any_text: str = _ANY_TEXT) -> str:
-        """Return a rule for a string, or null, up to the tag that ends it."""
+    def _text(self, schema: Schema, end: str, excluded: str) -> str:
+        """Return a rule for a string, or null, up to the tag that ends it. Strings do not contain ``excluded``."""
         texts: list[str] = []
         for variant in self.variants(schema):
             constants = [variant["const"]] if "const" in variant else variant.get("enum")
@@ -369,7 +379,8 @@ class _TextValues(_Values):
                 texts += [f"{literal(value)} {end}" for value in values if isinstance(value, str)]
             elif not types or "string" in types:
                 pattern = text_pattern(variant)
-                texts.append(self._rules.lazy(end, any_text if pattern == _ANY_TEXT else pattern))
+                is_certain = pattern == _ANY_TEXT and literal(excluded) == end  # the first end ends any text
+                texts.append(self._rules.lazy(end, pattern if is_certain else self._rules.without(excluded, pattern)))
             elif "null" in types:
                 texts.append(f'"null" {end}')
         if not texts:
@@ -390,7 +401,8 @@ class _TaggedValues(_TextValues):
     def tag(self, name: str, schema: Schema) -> str:
         types = self._types.of(name)
         if not types or "string" in types:
-            return f"{self._begin(literal(name), True)} {self._text(schema, self._end)} {self._between}"
+            text = self._text(schema, self._end, self._form.end.lstrip("\n"))
+            return f"{self._begin(literal(name), True)} {text} {self._between}"
         value = self._rules.add(json_rule(schema, self._definitions))
         if types == {"boolean"}:
             value = f'({value} | "True" | "False")'
@@ -415,14 +427,12 @@ class _NestedValues(_TextValues):
     def __init__(self, rules: Rules, definitions: Mapping[str, Schema], mark: str) -> None:
         super().__init__(rules, definitions)
         self._mark = mark
-        without_mark = f"{_ANY_TEXT} & ~/(.|\\n)*{re.escape(mark[:4])}(.|\\n)*/"
-        self._text_without_mark = rules.add(without_mark, is_terminal=True)
 
     def tag(self, name: str, schema: Schema) -> str:
         begin, end = literal(f"{self._mark}<{name}>"), literal(f"{self._mark}</{name}>")
         types = [schema_types(variant) for variant in self.variants(schema)]
         if any(not variant_types or "string" in variant_types for variant_types in types):
-            return f"{begin} {self._text(schema, end, self._text_without_mark)}"
+            return f"{begin} {self._text(schema, end, self._mark[:4])}"
         return f"({begin} {self.value(schema)} {end})"
 
     def any_tag(self) -> str:

@@ -64,8 +64,9 @@ PARAMETERS: dict[str, Any] = {
         "properties": {
             "root": {"$ref": "#/$defs/node"},
             "depth": {"anyOf": [{"type": "integer", "maximum": 9}, {"type": "null"}]},
+            "size": {"type": "number"},  # may have an exponent beyond float64
         },
-        "required": ["root"],
+        "required": ["root", "size"],
         "$defs": {"node": NODE},
     },
     "find": {
@@ -165,6 +166,20 @@ def test_random_calls_follow_their_format_and_schemas(name: str) -> None:
             called |= {call.name for call in calls}
             assert len(calls) == 1 or not must_call
     assert called <= PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_texts_follow_limits_and_patterns(name: str) -> None:
+    pattern = {"type": "string", "pattern": "^[a-f]{2,4}$"}
+    properties = {"long": {"type": "string", "minLength": 4}, "hex": pattern, "line": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": [*properties]}
+    for seed in range(4):
+        tools = [tool("find", parameters)]
+        reply = sampled(constraint_of(name, opened_of(name), tools, must_call=True), name, seed)
+        (call,) = parsed(reply, opened_of(name), tools)[0]
+        assert call.values.keys() == properties.keys(), reply
+        assert len(call.values["long"]) >= 4
+        assert re.fullmatch("[a-f]{2,4}", call.values["hex"])
 
 
 # -- The start of a call -------------------------------------------------------------------------------------------
@@ -352,7 +367,7 @@ def test_a_grammar_that_llguidance_refuses_allows_any_call() -> None:
 
 
 def test_many_tools() -> None:
-    tools = [tool(f"tool_{i}", PARAMETERS["edit"]) for i in range(500)]
-    for name in ("hermes", "qwen coder"):
+    for name, tool_name in (("hermes", "tool_{}"), ("qwen coder", "tool_{}"), ("command", "server_{}_do_thing")):
+        tools = [tool(tool_name.format(i), PARAMETERS["edit"]) for i in range(500)]
         (call,) = parsed(sampled(constraint_of(name, tools=tools, must_call=True), name, 0), tools=tools)[0]
-        assert re.fullmatch(r"tool_\d+", call.name)
+        assert re.fullmatch(tool_name.format(r"\d+"), call.name)

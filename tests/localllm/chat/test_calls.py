@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "nested": {"parts": {"x": "1", "y": [1, 2.5, -3e4]}, "texts": ["12", "a, b"], "is_it": None, "a": 0},
     "unicode": {"note": "日本 🙂 é \u2028 ｜", "texts": ["ß", "🙂"]},
     "quotes": {"note": "it's \"so\" `x` \\n \\ '''y''' {z} [1] (2), a: b", "texts": ["'", '"']},
-    "lines": {"note": "one\n\n  two\tthree", "is_it": True},
+    "lines": {"note": "one\n\n  two\tthree\n", "is_it": True},
 }
 STEPS = {"whole": 10_000, "by characters": 1, "random": 0}
 
@@ -257,7 +258,8 @@ def test_calls_without_arguments(reply: str, step: int) -> None:
         ("<parameter=is_it>\nnull\n</parameter>\n", {"is_it": None}),
         ("<parameter=is_it>\nNone\n</parameter>\n", {"is_it": None}),
         ("<parameter=is_it>\nTrue\n</parameter>\n", {"is_it": True}),
-        ("<parameter=a>\n1e999\n</parameter>\n", {"a": "1e999"}),
+        ("<parameter=a>\n1e999\n</parameter>\n", {"a": sys.float_info.max}),
+        ("<parameter=other>\n1e999\n</parameter>\n", {"other": "1e999"}),
         ("<parameter=other>\n[1, 2\n</parameter>\n", {"other": "[1, 2"}),
     ],
 )
@@ -462,7 +464,7 @@ def test_any_text_becomes_valid_json(text: str, step: int) -> None:
         ('{"a": NaN, "b": -Infinity}', {"a": "NaN", "b": "-Infinity"}),
         ('{"a": "x\ny\t"}', {"a": "x\ny\t"}),
         ('{\u2028"a":\u3000[1,\xa02]\x0c}', {"a": [1, 2]}),
-        ('{"a": 1e999, "b": [' + "1" * 5000 + "]}", {"a": "1e999", "b": ["1" * 5000]}),
+        ('{"a": 1e999, "b": [' + "1" * 5000 + "]}", {"a": sys.float_info.max, "b": ["1" * 5000]}),
         ('{"a": "x" ":b": "y"}', {"a": "x", ":b": "y"}),
     ],
 )

@@ -295,6 +295,7 @@ def test_documents_and_unknown_blocks(templated: Serving) -> None:
         {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "of text"}},
         {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "of blocks"}]}},
         {"type": "document", "source": {"type": "base64", "media_type": "text/plain", "data": "b2YgYnl0ZXM="}},
+        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": ""}},
         {"type": "search_result", "title": "S", "source": "http://a", "content": [{"type": "text", "text": "found"}]},
         {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
         {"type": "compaction", "content": "c"},
@@ -314,6 +315,23 @@ def test_documents_and_unknown_blocks(templated: Serving) -> None:
         assert words in prompt
     (warning,) = post(templated, "/v1/messages", body).json()["warnings"]
     assert warning.endswith("omitted: server_tool_use, compaction, container_upload, tool_reference")
+
+
+def test_tools_of_an_mcp_server_have_no_name(templated: Serving) -> None:
+    tools = [
+        {"type": "mcp_toolset", "mcp_server_name": "files"},
+        {"type": "web_search_20250305", "name": "web_search"},
+    ]
+    body = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    (warning,) = post(templated, "/v1/messages", body).json()["warnings"]
+    assert warning.endswith("omitted: mcp_toolset, web_search")
+
+
+def test_a_reply_with_only_reasoning_goes_back_without_content(templated: Serving) -> None:
+    reply = {"role": "assistant", "reasoning_content": "hm"}
+    messages = [{"role": "user", "content": "hi"}, reply, {"role": "user", "content": "and?"}]
+    body = {"model": "demo", "max_tokens": 1, "messages": messages}
+    assert "user: and?" in prompt_of(templated, "/v1/chat/completions", body)
 
 
 FILE = {"filename": "a.txt", "file_data": "data:text/plain;base64,b2YgYnl0ZXM="}
