@@ -71,3 +71,9 @@ def test_the_library_needs_neither_numba_nor_jinja2_until_they_are_used() -> Non
     loaded = modules_after("import localllm; localllm.load")
     assert "localllm.llm" in loaded
     assert not loaded & {"numba", "jinja2", "textual", "rich", "cupy", "torch"}
+
+
+def test_the_former_name_of_the_encoder_works() -> None:
+    from localllm.loading import media_encoder, vision
+
+    assert vision.VisionEncoder is media_encoder.MediaEncoder
