@@ -29,7 +29,7 @@ _BEFORE = (ops.Embed, ops.Input, ops.NgramEmbed, ops.AdapterWeights)
 class OperationCost(NamedTuple):
     """Work of an operation in a step.
 
-    ``once`` is the work that all rows share, and ``per_row`` the work of each of ``n_rows`` rows.  ``sample`` is the
+    ``once`` is the work that all rows share, and ``per_row`` the work of one of ``n_rows`` rows.  ``sample`` is the
     operation to measure, or the type of a matrix in the file.
     """
 

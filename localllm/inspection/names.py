@@ -60,12 +60,12 @@ class ValueNames(Mapping[str, ValueShape]):
         matches: set[str] = set()
         for pattern in texts:
             expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
-            found = {name for name in self if expression.fullmatch(name)}
-            if not found:
+            names = {name for name in self if expression.fullmatch(name)}
+            if not names:
                 nearest = get_close_matches(pattern.replace("*", "0"), [*self], n=3, cutoff=0) or [*self][:3]
                 words = f" names {pattern!r:.80}, which the model does not have: the nearest names are "
                 raise UsageError(Argument(argument), words, f"{', '.join(nearest)}, and LLM.graph lists all names")
-            matches |= found
+            matches |= names
         return tuple(name for name in self if name in matches)
 
     def _layers(self) -> list[tuple[range, dict[str, ValueShape]]]:

@@ -208,7 +208,7 @@ def _check_size(sampling: Sampling) -> None:
 
 def _check_schemas(pending: list[Any], n_rules: int = 0) -> None:
     if _n_combined(pending) > _MAX_SCHEMAS:
-        raise ValueError(f"it combines more than {_MAX_SCHEMAS:,} alternatives: make it simpler")
+        raise ValueError(f"it combines more than {_MAX_SCHEMAS:,} alternatives: use fewer")
     n_patterns, n_optional, is_combined = 0, 0, False
     while pending:
         check_cancelled()

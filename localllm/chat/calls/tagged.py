@@ -127,8 +127,8 @@ class _Value:
     def _start(self) -> Reading:
         """Read the line break before a value. Start to emit the value if it is a string.
 
-        A line break after the value belongs to the tags only if there is one before the value: otherwise files whose
-        text ends with a line break would lose it.
+        A line break after the value belongs to the tags only if a line break also precedes the value: otherwise files
+        whose text ends with a line break would lose it.
         """
         source = self._source
         start = "\n" + _CDATA[0]

@@ -101,7 +101,7 @@ class Rules:
         return self.add(f"{text} {end}", options="[lazy]")
 
     def without(self, text: str, pattern: str = _ANY_TEXT) -> str:
-        """Return a terminal for strings that follow a pattern and do not contain a text."""
+        """Return a terminal for strings that follow a pattern and do not contain ``text``."""
         escaped = re.escape(text).replace("/", "\\/")
         return self.add(f"{pattern} & ~/(.|\\n)*{escaped}(.|\\n)*/", is_terminal=True)
 
