@@ -128,12 +128,11 @@ def _run_agent(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
     The terminal sends Ctrl-C to the agent, too, and the agent decides whether to end.
     """
-    with agent_server.ignored_interrupts():
-        process = subprocess.Popen(command, env={**os.environ, **environment})
-        try:
-            code = process.wait()
-        finally:
-            agent_server.stop(process, subprocess.Popen.kill)
+    with (
+        agent_server.ignored_interrupts(),
+        agent_server.running(command, subprocess.Popen.kill, env={**os.environ, **environment}) as process,
+    ):
+        code = process.wait()
     return code if code >= 0 else 128 - code
 
 
@@ -149,8 +148,7 @@ def _signals_as_exceptions() -> Iterator[None]:
             signal.signal(handled, signal.SIG_IGN)
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in agent_server.ENDING_SIGNALS}
     handlers = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
     for number in handlers:
         signal.signal(number, leave)

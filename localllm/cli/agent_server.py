@@ -100,30 +100,24 @@ def started_server(arguments: argparse.Namespace, log: Path) -> Iterator[subproc
     environment = dict(os.environ)
     if arguments.api_key:  # not on the command line, which other users can read
         environment[KEY_VARIABLE] = arguments.api_key
-    with open(log, "wb", opener=private_opener) as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "localllm", *server_flags(arguments), "--grace", "1"],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            **own_group(),  # Ctrl-C is for the agent
-        )
-    try:
+    command = [sys.executable, "-m", "localllm", *server_flags(arguments), "--grace", "1"]
+    with (
+        open(log, "wb", opener=private_opener) as output,
+        running(  # in its own group, because Ctrl-C is for the agent
+            command, kill_tree, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, **own_group()
+        ) as process,
+    ):
         _wait_until_loaded(arguments, process, log)
         yield process
-        if process.poll() is not None:
+        if _has_ended(process):
             warn(f"the server ended before the agent: {_last_message(log)}")
-    finally:
-        with ignored_interrupts():
-            stop(process, kill_tree)
 
 
 def _wait_until_loaded(arguments: argparse.Namespace, process: subprocess.Popen[bytes], log: Path) -> None:
     say(f"starting localllm {' '.join(server_flags(arguments))} (messages: {log})")
     start = time.monotonic()
     with StatusLine() as status:
-        while process.poll() is None:
+        while not _has_ended(process):
             with contextlib.suppress(LocalLLMError):  # it does not listen yet, or its model is not loaded
                 ask(arguments, "/health")
                 return
@@ -132,20 +126,67 @@ def _wait_until_loaded(arguments: argparse.Namespace, process: subprocess.Popen[
     raise LocalLLMError(f"the server could not start: {_last_message(log)}")
 
 
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    with delayed_signals():
+        return process.poll() is not None
+
+
 def _last_message(log: Path) -> str:
     lines = log.read_text("utf-8", "replace").split("\n")
     errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
     return (errors or [line for line in lines if line.strip()] or ["it gave no reason"])[-1]
 
 
-def stop(process: subprocess.Popen[bytes], kill: Callable[[subprocess.Popen[bytes]], None]) -> None:
-    """Ends a process, unless it has ended.  ``kill`` ends a process that does not stop."""
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], kill: Callable[[subprocess.Popen[bytes]], None], **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process, and stop it at the end of the block.
+
+    ``kill`` ends a process that does not stop.  ``options`` are keywords of Popen.
+    """
+    process = None
+    try:
+        with delayed_signals():
+            process = subprocess.Popen(command, **options)
+        yield process
+    finally:
+        if process is not None:
+            with delayed_signals():
+                _stop(process, kill)
+
+
+def _stop(process: subprocess.Popen[bytes], kill: Callable[[subprocess.Popen[bytes]], None]) -> None:
     process.terminate()
     try:
         process.wait(_STOP_SECONDS)
     except subprocess.TimeoutExpired:
         kill(process)
         process.wait()
+
+
+#: Signals that end ``localllm launch``, as far as the system has them.
+ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+@contextlib.contextmanager
+def delayed_signals() -> Iterator[None]:
+    """Delay the signals that end the program until the end of the block.
+
+    If a handler raises an exception within `subprocess.Popen.poll`, the process's lock may never be released.
+    """
+    received: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, _: received.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])
 
 
 @contextlib.contextmanager

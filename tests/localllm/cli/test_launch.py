@@ -17,6 +17,7 @@ import pytest
 
 from localllm.cli.agent_launcher import shell_lines, steps_of
 from localllm.cli.agents import AGENTS, NO_KEY, Connection
+from localllm.cli.interrupt import INTERRUPTED
 from localllm.cli.local_server import KEY_VARIABLE
 from localllm.kernels.code_cache import cache_root
 from localllm.server.http import Limits
@@ -337,6 +338,26 @@ def test_ctrl_c_while_the_server_starts(log: Path) -> None:
         assert process.wait() == -signal.SIGINT
     assert is_free(url)
     assert not log.exists()
+    assert not leftovers(log)
+
+
+def test_ctrl_c_while_the_state_of_the_server_is_read(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """An exception there would leave the lock of `subprocess.Popen` locked, and the wait for the server's end would
+    never return."""
+    n_finished = 0
+
+    def interrupted(process: subprocess.Popen[bytes]) -> None:
+        nonlocal n_finished
+        signal.raise_signal(signal.SIGINT)
+        n_finished += 1
+
+    monkeypatch.setattr(subprocess.Popen, "poll", interrupted)
+    url = free_url()
+    assert run_main(capfdbinary, *words(url)).code == INTERRUPTED
+    assert n_finished > 0
+    assert is_free(url)
     assert not leftovers(log)
 
 
