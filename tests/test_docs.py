@@ -62,6 +62,7 @@ OWN_TESTS = {
     "add-an-api-field.md": "tests/test_worked_examples.py",
     "add-an-architecture.md": "tests/test_worked_examples.py",
     "add-an-operation.md": "tests/test_worked_examples.py",
+    "add-a-kernel.md": "tests/test_worked_examples.py",
 }
 
 #: Fences with other content than commands, programs and their output, and what reads them.
@@ -69,6 +70,7 @@ OTHER_FENCES = {
     ("add-a-weight-format.md", "diff"): "tests/test_worked_examples.py",
     ("add-an-api-field.md", "diff"): "tests/test_worked_examples.py",
     ("add-an-operation.md", "diff"): "tests/test_worked_examples.py",
+    ("add-a-kernel.md", "diff"): "tests/test_worked_examples.py",
     ("add-an-option.md", "diff"): "tests/test_worked_examples.py",
     ("debug-a-wrong-reply.md", "diff"): "tests/test_worked_examples.py",
     ("chat.md", "toml"): "tests/tui/test_terminal.py writes such settings",
