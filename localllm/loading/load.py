@@ -168,7 +168,7 @@ def _open_store(options: LoadOptions) -> BlockStore | None:
 
 
 def _draft_info(info: ModelInfo, sources: Sequence[_ModelSource]) -> ModelInfo:
-    """Return the information of a draft model. An MTP block has only its own parameters, not those of the file."""
+    """Return the information of a draft model. The parameters of an MTP block do not include the rest of the file."""
     if sources[1].file is not sources[0].file:
         return info
     return replace(info, n_parameters=sum(prod(use.weight.shape) for use in weights_of(sources[1].model.graph)))
