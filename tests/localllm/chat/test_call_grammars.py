@@ -104,6 +104,8 @@ def vocabulary(name: str) -> tuple[Tokenizer, np.ndarray[Any, Any]]:
         text = tokenizer.token_bytes(id_).decode(errors="replace")
         if text in ENDS_OF_VALUES or re.fullmatch(r"</.*(parameter|param|arg_value\S*)>", text):
             bias[id_] = 7
+        elif text == "</invoke>":  # some formats allow any number of arguments before it
+            bias[id_] = 2
         elif len(text) > 1:
             bias[id_] = -4
     bias[END] = 9
