@@ -21,7 +21,7 @@ from localllm.cli.interrupt import INTERRUPTED
 from localllm.cli.local_server import KEY_VARIABLE
 from localllm.kernels.code_cache import cache_root
 from localllm.server.http import Limits
-from tests.helpers.command_line import on_terminal, read_all, run_main
+from tests.helpers.command_line import default_interrupts, on_terminal, read_all, run_main
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, serving
 from tests.helpers.windows import elsewhere
@@ -355,7 +355,8 @@ def test_ctrl_c_while_the_state_of_the_server_is_read(
 
     monkeypatch.setattr(subprocess.Popen, "poll", interrupted)
     url = free_url()
-    assert run_main(capfdbinary, *words(url)).code == INTERRUPTED
+    with default_interrupts():
+        assert run_main(capfdbinary, *words(url)).code == INTERRUPTED
     assert n_finished > 0
     assert is_free(url)
     assert not leftovers(log)
