@@ -346,10 +346,11 @@ def test_ctrl_c_while_the_state_of_the_server_is_read(
 ) -> None:
     """An exception there would leave the lock of `subprocess.Popen` locked, and the wait for the server's end would
     never return."""
-    n_finished = 0
+    n_started = n_finished = 0
 
     def interrupted(process: subprocess.Popen[bytes]) -> None:
-        nonlocal n_finished
+        nonlocal n_started, n_finished
+        n_started += 1
         signal.raise_signal(signal.SIGINT)
         n_finished += 1
 
@@ -357,7 +358,7 @@ def test_ctrl_c_while_the_state_of_the_server_is_read(
     url = free_url()
     with default_interrupts():
         assert run_main(capfdbinary, *words(url)).code == INTERRUPTED
-    assert n_finished > 0
+    assert n_started == n_finished > 0
     assert is_free(url)
     assert not leftovers(log)
 
