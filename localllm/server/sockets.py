@@ -128,6 +128,7 @@ def inherited() -> list[socket.socket]:
         except OSError:
             raise UsageError(f"systemd's file descriptor {descriptor} is no socket: check the socket unit") from None
         if opened.type != socket.SOCK_STREAM or not listens:
+            opened.close()
             raise UsageError(
                 f"systemd's file descriptor {descriptor} is no listening stream socket: set ListenStream="
             )

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -52,7 +53,17 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM."""
+    """Serve until Ctrl-C or SIGTERM.  With a key file, SIGHUP does not end the start either."""
+    if arguments.keys is None or not hasattr(signal, "SIGHUP"):
+        return _serve(arguments)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server handles it
+    try:
+        return _serve(arguments)
+    finally:
+        signal.signal(signal.SIGHUP, before or signal.SIG_DFL)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
     try:
         import msgspec  # noqa: F401
 

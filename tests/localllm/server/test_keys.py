@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -150,6 +152,22 @@ def test_a_client_cannot_disguise_what_needs_an_administrator(server: Serving, r
             response = client.request(verb, "/", headers=headers, content=body, extensions=target)
             assert response.status_code in (400, 403, 404, 405), (verb, written, response.text)
     assert server.models.served["demo"].llm is not None
+
+
+def test_pipelined_requests_have_their_own_keys(server: Serving) -> None:
+    """uvicorn starts a pipelined request in the context of the request before it."""
+    head = "GET /llm{path} HTTP/1.1\r\nHost: localhost\r\n{key}\r\n"
+    admin, client = ("Authorization: Bearer admin\r\n", "Authorization: Bearer client\r\n")
+    requests = [("/slots", admin, 200), ("/slots", "", 401), ("/slots", client, 403), ("/health", "", 200)]
+    requests += [("/slots", admin, 200), ("/metrics", "", 401), ("/metrics", client, 403)]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        text = "".join(head.format(path=path, key=key) for path, key, _ in requests)
+        connection.sendall(text[:-2].encode() + b"Connection: close\r\n\r\n")
+        received = b""
+        while piece := connection.recv(1 << 16):
+            received += piece
+    statuses = [int(status) for status in re.findall(rb"HTTP/1.1 (\d+)", received)]
+    assert statuses == [expected for *_, expected in requests]
 
 
 def test_the_prefix_is_needed(server: Serving) -> None:

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from localllm.errors import UsageError
+from localllm.server import sockets
 from localllm.server.sockets import listen_unix
 from tests.helpers.command_line import command, environment, run_main, run_process
 from tests.helpers.data import ROOT
@@ -194,21 +195,15 @@ def test_descriptors_for_another_process_are_not_used() -> None:
         assert re.search(r"listening on http://127.0.0.1:\d+ ", line)
 
 
-def test_what_is_no_socket_of_systemd_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_socket_of_systemd_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "file").open("w") as file, socket.socket() as idle, socket.socket(type=socket.SOCK_DGRAM) as udp:
         for opened in (file, idle, udp):
-            fds = (opened.fileno(),)
-            done = subprocess.run(
-                activated(command("serve", "-m", "demo", "-q"), fds),
-                pass_fds=fds,
-                capture_output=True,
-                text=True,
-                env=environment(),
-                cwd=ROOT,
-                check=False,
-            )
-            assert done.returncode == 2
-            assert "file descriptor 3 is no" in done.stderr
+            monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+            monkeypatch.setenv("LISTEN_FDS", "1")
+            monkeypatch.setattr(sockets, "_FIRST_DESCRIPTOR", descriptor := os.dup(opened.fileno()))
+            with pytest.raises(UsageError, match=f"file descriptor {descriptor} is no"):
+                sockets.inherited()
+            assert "LISTEN_FDS" not in os.environ
 
 
 # -- Proxies ---------------------------------------------------------------------------------------------------------
@@ -285,6 +280,20 @@ def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
         assert process.wait(60) == 0
 
 
+def test_sighup_does_not_end_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    def hang_up(path: Path) -> Any:
+        signal.raise_signal(signal.SIGHUP)
+        raise UsageError("the signal came")
+
+    monkeypatch.setattr("localllm.server.keys.read_keys", hang_up)
+    before = signal.getsignal(signal.SIGHUP)
+    outcome = run_main(capfdbinary, "serve", "-m", "demo", "-q", "--keys", tmp_path / "keys.toml")
+    assert outcome.error() == "the signal came"
+    assert signal.getsignal(signal.SIGHUP) == before
+
+
 def test_sighup_ends_a_server_without_a_key_file() -> None:
     """The signal means that the terminal is closed."""
     with started("-q", "--port", 0) as (process, line):
@@ -309,11 +318,11 @@ def test_systemd_socket_activate_starts_it(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_keys_and_other_keys_exclude_each_other(tmp_path: Path) -> None:
+def test_keys_and_other_keys_exclude_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
     path = key_file(tmp_path, section("a"))
-    for flags, variables in ((["--api-key", "k"], {}), ([], {"LOCALLLM_API_KEY": "k"})):
-        more: Any = {"env": environment() | variables}
-        line = command("serve", "-m", "demo", "--keys", path, *flags)
-        done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False, **more)
-        assert done.returncode == 2
-        assert "--keys replaces --api-key" in done.stderr
+    for flags in (["--api-key", "k"], []):
+        outcome = run_main(capfdbinary, "serve", "-m", "demo", "--keys", path, *flags)
+        assert "--keys replaces --api-key" in outcome.error()
+        monkeypatch.setenv("LOCALLLM_API_KEY", "k")
