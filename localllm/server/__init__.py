@@ -3,6 +3,7 @@
 `localllm.server.app.App` is the application.  A request passes through these modules:
 
     http.Guard          checks Host, Origin, key and size
+    keys, roles         read the key file; the role that each route needs
     app, bodies         select the handler, and convert the body to a struct
     openai, anthropic,
     ollama, llamacpp    convert the struct to a `GenerationJob`, and replies to the API's JSON by a `ReplyWriter`

@@ -17,6 +17,7 @@ from localllm.llm import LLM
 from localllm.server.answers import Prompt, Prompts, join_prompt, prompts_of
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import HTTPError, json_response
+from localllm.server.keys import charge
 
 
 class EmbeddingsRequest(msgspec.Struct):
@@ -83,6 +84,7 @@ async def _in_steps(
         batch, n = await dispatcher.with_model(request, model, partial(work, texts[i : i + _AT_ONCE]))
         rows += batch
         n_tokens += n
+        charge(n)
     return rows, n_tokens
 
 
