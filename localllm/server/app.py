@@ -32,7 +32,9 @@ from localllm.server.answers import LoraScale
 from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import Guard, HTTPError, Limits, json_response
+from localllm.server.metrics import Metrics
 from localllm.server.models import Models
+from localllm.server.monitor import Monitor, Monitoring
 from localllm.server.page import page
 from localllm.server.response_store import ResponseStore
 from localllm.version import __version__
@@ -181,6 +183,7 @@ class App:
     responses_folder: Path | None = None  # stores responses; None stores them only in memory
     loads_first: bool = False  # whether to load the first model at the start
     has_slots: bool = True  # whether ``/slots`` answers
+    monitoring: Monitoring = field(default_factory=Monitoring)  # metrics, logs and traces
     dispatcher: Dispatcher = field(init=False)  # submits requests to the models
     asgi: ASGIApp = field(init=False)  # the application for a server such as uvicorn
     load_error: Exception | None = field(init=False, default=None)  # why the only model cannot be loaded
@@ -188,7 +191,8 @@ class App:
 
     def __post_init__(self) -> None:
         self.models.describe = llamacpp.described
-        self.dispatcher = Dispatcher(self.models, ResponseStore(self.responses_folder))
+        metrics = Metrics(self.models, per_key=self.monitoring.metrics_per_key)
+        self.dispatcher = Dispatcher(self.models, ResponseStore(self.responses_folder), metrics)
         paths: dict[str, _Path] = {}
         for method, names, endpoint, body_type in _ENDPOINTS:
             for name in names:
@@ -196,7 +200,8 @@ class App:
                 paths.setdefault(name, _Path(self.dispatcher)).endpoints[method] = row
         routes = [Route(name, path) for name, path in paths.items()]
         router = Router(routes, redirect_slashes=False, default=_not_found, lifespan=self._lifespan)
-        self.asgi = Guard(router, self.limits, self.models.log)
+        guard = Guard(router, self.limits, self.models.log)
+        self.asgi = Monitor(guard, routes, metrics, self.monitoring)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: ASGIApp) -> AsyncIterator[None]:

@@ -20,6 +20,7 @@ from localllm.options.declared import LoadOptions
 from localllm.server.app import App
 from localllm.server.http import Limits
 from localllm.server.models import Loader, Models
+from localllm.server.monitor import Monitoring
 from localllm.server.uvicorn_server import Server, listen
 
 #: Renders tools, tool results and thinking, as templates of large models do.
@@ -149,10 +150,11 @@ def serving(
     grace_s: float = 0.2,
     responses_folder: Path | None = None,
     loads_first: bool = False,
+    monitoring: Monitoring | None = None,
     **options: Any,
 ) -> Iterator[Serving]:
     models = Models(sources or dict.fromkeys(names), load, **options)
-    app = App(models, limits or Limits(), responses_folder, loads_first)
+    app = App(models, limits or Limits(), responses_folder, loads_first, monitoring=monitoring or Monitoring())
     server = Server(app, grace_s=grace_s)
     with listen("127.0.0.1", 0) as socket:
         port = socket.getsockname()[1]
