@@ -333,7 +333,6 @@ class Guard:
             limits = {"max_body": self._limits.max_body, "image_hosts": self._limits.image_hosts}
             state = {"client": self._client(scope, headers), "is_slow": False, **limits}
             scope["state"] = {**scope["state"], **state}
-            note(key=str(state["client"]).removeprefix("key ")[:8] if self._keys else "")
             await self._app(scope, self._bounded(headers, receive), sending)
         except Exception as error:
             if started:

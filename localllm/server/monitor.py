@@ -52,7 +52,7 @@ class Monitor:
         try:
             await self._app(scope, receive, sending)
         finally:
-            route = self._route(scope)
+            record.key, route = _key_name(scope), self._route(scope)
             self._metrics.observe(record, route)
             trace_id = "" if tracing is None or span is None else tracing.end(span, record, route)
             log_request(record, has_prompts=self._options.logs_prompts, trace_id=trace_id)
@@ -65,3 +65,13 @@ class Monitor:
             return str(scope["path"])
         matches = (route.path for route in self._templates if route.matches(scope)[0] is not Match.NONE)
         return next(matches, "")
+
+
+def _key_name(scope: Scope) -> str:
+    """Return the name of the client's API key, or the start of its hash; empty without a valid key.
+
+    `localllm.server.http.Guard` sets ``key_name`` and ``client``.
+    """
+    state = scope.get("state", {})
+    client = str(state.get("client", ""))
+    return str(state.get("key_name") or (client.removeprefix("key ")[:8] if client.startswith("key ") else ""))
