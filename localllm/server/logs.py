@@ -36,14 +36,17 @@ def logging_to_stderr(log_format: LogFormat) -> Iterator[None]:
     for logger in (LOG, ACCESS):
         logger.setLevel(logging.INFO)
     try:
-        with messages_to(
-            lambda text, is_warning: LOG.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
-        ):
+        with messages_to(_log_message):
             yield
     finally:
         logging.getLogger().removeHandler(handler)
         for logger in (LOG, ACCESS):
             logger.setLevel(logging.NOTSET)
+
+
+def _log_message(text: str, is_warning: bool) -> None:
+    for line in text.splitlines():
+        LOG.log(logging.WARNING if is_warning else logging.INFO, "%s", line)
 
 
 def log_request(record: RequestRecord, *, has_prompts: bool, trace_id: str = "") -> None:
@@ -140,7 +143,9 @@ class _TextLines(logging.Formatter):
 
 def _word(value: Any) -> str:
     """Return a value as one word, in quotation marks if necessary."""
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = (
+        f"{value:.6f}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+    )
     if any(char in text for char in ' "=\\') or not text.isprintable():
         return visible_line(json.dumps(text, ensure_ascii=False))
     return text

@@ -194,7 +194,7 @@ def test_text_lines_are_words(monkeypatch: pytest.MonkeyPatch) -> None:
     with logging_as("text", monkeypatch) as lines:
         log = logging.getLogger("localllm.server")
         log.info("request", extra={"fields": {"a": 1, "b": 0.1234567, "c": "x y", "d": True, "e": 'q"=\n', "f": ""}})
-        say("loading\nqwen")
+        say("loading\nqwen\t7b")
         warn("careful")
         logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
         logging.getLogger("uvicorn.error").info("details")
@@ -203,14 +203,15 @@ def test_text_lines_are_words(monkeypatch: pytest.MonkeyPatch) -> None:
         except ValueError as error:
             log.error("failed", exc_info=error)
     rows = [line.partition(" ")[2] for line in lines.getvalue().splitlines()]
-    assert rows[:4] == [
+    assert rows[:5] == [
         r'INFO request a=1 b=0.123457 c="x y" d=true e="q\"=\n"',
-        r"INFO loading\nqwen",
+        "INFO loading",
+        r"INFO qwen\t7b",
         "WARNING careful",
         "WARNING Invalid HTTP request received.",
     ]
-    assert rows[4] == "ERROR failed"
-    assert all(line.startswith("  ") for line in lines.getvalue().splitlines()[5:])
+    assert rows[5] == "ERROR failed"
+    assert all(line.startswith("  ") for line in lines.getvalue().splitlines()[6:])
     assert "\x1b" not in lines.getvalue()
 
 
