@@ -11,6 +11,7 @@ https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -38,6 +39,9 @@ _OPTIONS = {
     "gen_ai.request.presence_penalty": "presence_penalty",
     "gen_ai.request.seed": "seed",
 }
+
+#: Seconds that the end of the server waits for the export of spans.
+_CLOSE_S = 3.0
 
 #: Methods that the conventions know.
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
@@ -98,8 +102,11 @@ class Tracing:
         generation.end(now)
 
     def close(self) -> None:
-        """Export the remaining spans."""
-        self._provider.shutdown()
+        """Export the remaining spans, for at most `_CLOSE_S` seconds."""
+        # An exporter retries for ten seconds if no collector answers.
+        thread = threading.Thread(target=self._provider.shutdown, name="localllm-tracing", daemon=True)
+        thread.start()
+        thread.join(_CLOSE_S)
 
 
 def _name(method: str) -> str:
@@ -153,7 +160,8 @@ def provider_from(environment: Mapping[str, str] = os.environ) -> TracerProvider
     has_name = environment.get("OTEL_SERVICE_NAME") or "service.name=" in environment.get(
         "OTEL_RESOURCE_ATTRIBUTES", ""
     )
-    provider = TracerProvider(resource=Resource.create({} if has_name else {SERVICE_NAME: "localllm"}))
+    resource = Resource.create({} if has_name else {SERVICE_NAME: "localllm"})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `Tracing.close` does this
     for exporter in exporters:
         provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
