@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
@@ -56,9 +56,26 @@ def prepare_streams() -> None:
                     os.set_blocking(stream.fileno(), True)
 
 
+#: Receives messages, and whether they are warnings, instead of stderr; set by `messages_to`.
+_receive: Callable[[str, bool], object] | None = None
+
+
+@contextlib.contextmanager
+def messages_to(receive: Callable[[str, bool], object]) -> Iterator[None]:
+    """Pass the messages of all threads to ``receive``, with whether they are warnings, instead of printing them."""
+    global _receive
+    before, _receive = _receive, receive
+    try:
+        yield
+    finally:
+        _receive = before
+
+
 def say(text: str) -> None:
     """Prints a message on stderr.  A message that cannot be written is dropped."""
-    if sys.stderr is not None:
+    if _receive is not None:
+        _receive(text, False)
+    elif sys.stderr is not None:
         try:
             print(text, file=sys.stderr, flush=True)
         except (OSError, ValueError):  # the disk is full, or the pipe or stream is closed
@@ -76,7 +93,10 @@ def discard(stream: TextIO) -> None:
 
 
 def warn(text: str) -> None:
-    say(f"localllm: warning: {visible_line(text)}")
+    if _receive is not None:
+        _receive(text, True)
+    else:
+        say(f"localllm: warning: {visible_line(text)}")
 
 
 def is_terminal(stream: TextIO | None) -> bool:

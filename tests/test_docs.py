@@ -75,6 +75,7 @@ OTHER_FENCES = {
     ("add-an-option.md", "diff"): "tests/test_worked_examples.py",
     ("debug-a-wrong-reply.md", "diff"): "tests/test_worked_examples.py",
     ("chat.md", "toml"): "tests/tui/test_terminal.py writes such settings",
+    ("monitoring.md", "yaml"): "tests/localllm/server/test_metrics.py",
     ("serve.md", "toml"): "tests/localllm/server/test_serve_command.py",
     ("library.md", "py"): "needs a model or a program that is not available",
     ("images.md", "py"): "needs a model with image input: tests/models/encoders/test_seeing.py",

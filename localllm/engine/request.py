@@ -60,6 +60,7 @@ class Timings:
         first_token_s: Submission to the first token, queue time included.
         decode_s: Evaluation and sampling of ``decode_tokens``.
         decode_tokens: Generated tokens except the first.
+        queue_s: Submission to the start of the first step; 0 before that.
     """
 
     prefill_s: float
@@ -67,6 +68,7 @@ class Timings:
     first_token_s: float
     decode_s: float
     decode_tokens: int
+    queue_s: float = 0.0
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -247,6 +249,7 @@ class Request:
             first_token_s=self.first_token_s,
             decode_s=self.decode_s,
             decode_tokens=max(0, self.n_chosen - 1),
+            queue_s=self.started_at - self.submitted_at if self.started_at else 0.0,
         )
 
     @property

@@ -95,7 +95,7 @@ class Completion:
             "timings": _values(
                 self.timings,
                 "prefill_s prefill_tokens prefill_tokens_per_s first_token_s decode_s decode_tokens "
-                "decode_tokens_per_s",
+                "decode_tokens_per_s queue_s",
             ),
             "drafts": _values(self.drafts, "drafted accepted share steps"),
             "logprobs": logprobs,
@@ -342,6 +342,11 @@ class Stream:
     def usage(self) -> Usage:
         """Current token counts."""
         return self._request.usage
+
+    @property
+    def submitted_at(self) -> float:
+        """Time of the submission, by `time.perf_counter`."""
+        return self._request.submitted_at
 
     @property
     def timings(self) -> Timings:

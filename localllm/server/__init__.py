@@ -2,6 +2,7 @@
 
 `localllm.server.app.App` is the application.  A request passes through these modules:
 
+    monitor.Monitor     assigns an id, and at the end updates metrics, logs and traces
     http.Guard          checks Host, Origin, key and size
     keys, roles         read the key file; the role that each route needs
     app, bodies         select the handler, and convert the body to a struct
@@ -11,5 +12,5 @@
     dispatcher          converts a `GenerationJob` to streams of a model, and starts `PendingReplies`
     models              selects the model, and loads it at the first request
 
-The server needs the extra ``serve``: ``pip install localllm[serve]``.
+The server needs the extra ``serve``: ``pip install localllm[serve]``.  Traces need the extra ``otel``.
 """

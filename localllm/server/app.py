@@ -34,7 +34,9 @@ from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import Guard, HTTPError, Limits, json_response
 from localllm.server.keys import CURRENT
+from localllm.server.metrics import Metrics
 from localllm.server.models import Models
+from localllm.server.monitor import Monitor, Monitoring
 from localllm.server.page import page
 from localllm.server.response_store import ResponseStore
 from localllm.version import __version__
@@ -187,6 +189,7 @@ class App:
     responses_folder: Path | None = None  # stores responses; None stores them only in memory
     loads_first: bool = False  # whether to load the first model at the start
     has_slots: bool = True  # whether ``/slots`` answers
+    monitoring: Monitoring = field(default_factory=Monitoring)  # metrics, logs and traces
     dispatcher: Dispatcher = field(init=False)  # submits requests to the models
     routes: Sequence[Route] = field(init=False)  # all endpoints
     asgi: ASGIApp = field(init=False)  # the application for a server such as uvicorn
@@ -195,7 +198,8 @@ class App:
 
     def __post_init__(self) -> None:
         self.models.describe = llamacpp.described
-        self.dispatcher = Dispatcher(self.models, ResponseStore(self.responses_folder))
+        metrics = Metrics(self.models, per_key=self.monitoring.metrics_per_key)
+        self.dispatcher = Dispatcher(self.models, ResponseStore(self.responses_folder), metrics)
         paths: dict[str, _Path] = {}
         for method, names, endpoint, body_type in _ENDPOINTS:
             for name in names:
@@ -203,7 +207,8 @@ class App:
                 paths.setdefault(name, _Path(name, self.dispatcher)).endpoints[method] = row
         self.routes = [Route(name, path) for name, path in paths.items()]
         router = Router(self.routes, redirect_slashes=False, default=_not_found, lifespan=self._lifespan)
-        self.asgi = Guard(router, self.limits, self.models.log)
+        guard = Guard(router, self.limits, self.models.log)
+        self.asgi = Monitor(guard, self.routes, metrics, self.monitoring)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: ASGIApp) -> AsyncIterator[None]:

@@ -31,7 +31,9 @@ from localllm.server.answers import (
 )
 from localllm.server.http import HTTPError, cancel_on_disconnect
 from localllm.server.keys import charge
+from localllm.server.metrics import Metrics
 from localllm.server.models import Models, ServedModel
+from localllm.server.records import note
 from localllm.server.response_store import ResponseStore
 
 _T = TypeVar("_T")
@@ -68,11 +70,11 @@ def _biases(llm: LLM, entries: dict[str, float] | list[tuple[int | str, float | 
 class Dispatcher:
     """Submits requests to the models, and runs blocking work in threads outside the event loop.
 
-    ``responses``: stored responses, which later requests may continue.
+    ``responses``: stored responses, which later requests may continue.  ``metrics``: what ``/metrics`` returns.
     """
 
-    def __init__(self, models: Models, responses: ResponseStore) -> None:
-        self.models, self.responses = models, responses
+    def __init__(self, models: Models, responses: ResponseStore, metrics: Metrics) -> None:
+        self.models, self.responses, self.metrics = models, responses, metrics
         self.active: dict[int, PendingReplies] = {}  # running replies
         self.is_starting = False  # the first model is still loading
         self.is_stopping = False  # new requests are rejected
@@ -105,20 +107,25 @@ class Dispatcher:
         if "x-timeout" in request.headers:
             job.options.setdefault("timeout", _seconds(request.headers["x-timeout"]))
         began = time.perf_counter()
+        operation = "chat" if job.messages is not None else "text_completion"
+        note(operation=operation, model=model.name, requested_model=job.model, options=job.options, submitted=began)
         served, llm = await self.models.acquire(job.model)
         load_s = time.perf_counter() - began
+        note(load_s=load_s)
         try:
             threads, chat = self._threads_for(request, self._threads), job.with_system(served.preset.system)
             streams = await self._run(request, threads, _submit, chat, llm, client)
         except BaseException:
             self.models.release(served)
             raise
+        note(llm=llm, streams=streams, n=job.n, is_streamed=job.stream)
         pending = PendingReplies(job, served, llm, streams, self._end, began, load_s)
         self.active[pending.number] = pending
         return pending
 
     async def with_model(self, request: Request, name: str | None, work: Callable[[LLM], _T]) -> _T:
         """Calls ``work`` with a model in another thread, and returns the result."""
+        note(model=self.models.find(name).name)
         served, llm = await self.models.acquire(name)
         try:
             threads = self._threads_for(request, self._model_threads)

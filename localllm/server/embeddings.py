@@ -18,6 +18,7 @@ from localllm.server.answers import Prompt, Prompts, join_prompt, prompts_of
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import HTTPError, json_response
 from localllm.server.keys import charge
+from localllm.server.records import note
 
 
 class EmbeddingsRequest(msgspec.Struct):
@@ -79,12 +80,14 @@ async def _in_steps(
     work: Callable[[list[Any], LLM], tuple[Any, int]],
 ) -> tuple[list[Any], int]:
     """Calls ``work`` with batches of texts, and returns all results and the number of tokens."""
+    note(operation="embeddings", requested_model=model, submitted=time.perf_counter())
     rows, n_tokens = [], 0
     for i in range(0, max(1, len(texts)), _AT_ONCE):
         batch, n = await dispatcher.with_model(request, model, partial(work, texts[i : i + _AT_ONCE]))
         rows += batch
         n_tokens += n
         charge(n)
+    note(prompt_tokens=n_tokens)
     return rows, n_tokens
 
 
@@ -181,6 +184,7 @@ async def rerank(request: Request, dispatcher: Dispatcher, body: RerankRequest) 
 
     scores, n_tokens = await _in_steps(request, dispatcher, body.model, texts, work)
     n_tokens += await dispatcher.with_model(request, body.model, lambda llm: len(llm.tokenize(body.query)))
+    note(operation="rerank", prompt_tokens=n_tokens)
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     if body.documents is None:
         return json_response([{"index": i, "score": scores[i]} for i in best])

@@ -9,9 +9,7 @@ import ipaddress
 import itertools
 import re
 import socket
-import sys
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,7 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from localllm import errors
 from localllm.options.declared import LoadOptions, declared, in_flags
 from localllm.server.keys import CURRENT, NOBODY, KeyFile, LimitError
+from localllm.server.logs import LOG
 from localllm.server.models import LoadError, TooLargeError, UnknownModelError
+from localllm.server.records import current_id, note
 
 _T = TypeVar("_T")
 
@@ -117,11 +117,16 @@ class HTTPError(errors.LocalLLMError):
         if isinstance(error, LoadError):
             text = _ABSOLUTE.sub("", _FOLDERS.sub("", error.worded(word)))
             return cls(400 if isinstance(error, TooLargeError) else 500, text)
-        traceback.print_exception(error, file=sys.stderr)
+        LOG.error("unexpected error in request %s", current_id(), exc_info=error)
         return cls(500, "unexpected error in localllm: see the server's log")
 
     def body(self, path: str) -> dict[str, Any]:
-        """Return the error in the format of the path's API."""
+        """Return the error in the format of the path's API, with the request's id."""
+        note(error=str(self), error_code=self.code or "invalid_request", error_status=self.status)
+        id_ = current_id()
+        return self._body(path) | ({"request_id": id_} if id_ else {})
+
+    def _body(self, path: str) -> dict[str, Any]:
         error_type = _TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         if path.startswith("/v1/messages"):
             message = str(self)

@@ -12,7 +12,6 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import msgspec
 import psutil
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from localllm.chat.conversation import read_messages
 from localllm.chat.tool_choice import choose_tools
@@ -52,9 +51,6 @@ from localllm.server.models import ServedModel
 from localllm.server.openai import progress_json, timings_json, timings_so_far, warnings_json
 from localllm.tokenizer import Tokenizer
 from localllm.version import __version__
-
-#: Period of the speed metrics, for their help texts.
-_SINCE = "since the last request of the metrics"
 
 #: Maximum number of characters that a request tokenizes.
 MAX_CONTENT = 1_500_000
@@ -185,53 +181,10 @@ async def slot(request: Request, dispatcher: Dispatcher, body: SlotRequest) -> R
 
 
 async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
-    """Return counters in Prometheus' text format.  A model's counters restart at 0 when it is loaded again."""
-    rows: dict[str, list[str]] = {}
-
-    def add(name: str, help: str, value: float, model: str = "") -> None:
-        label = f'{{model="{model}"}}' if model and len(dispatcher.models.served) > 1 else ""
-        metric_type = "counter" if name.endswith(("_total", "_max")) else "gauge"
-        head = [f"# HELP {name} {help}", f"# TYPE {name} {metric_type}"]
-        rows.setdefault(name, head).append(f"{name}{label} {value:.10g}")
-
-    for served in dispatcher.models.served.values():
-        llm, label = served.llm, served.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        add("localllm_model_loaded", "whether a model is loaded", float(llm is not None), label)
-        counts = served.last_counts if llm is None else llm.counts
-        if counts is None:
-            continue
-        n_waiting, per_step = 0 if llm is None else llm.n_waiting, counts.in_steps / (counts.steps or 1)
-        counts = replace(counts)  # the engine's thread keeps counting
-        new, served.told_counts = counts.since(served.told_counts), counts
-        # The first token of each reply has no share in the seconds of decoding.
-        prompt_rate, reply_rate = new.prompt_tokens / (new.prefill_s or 1), new.decode_tokens / (new.decode_s or 1)
-        for name, help, value in (
-            ("llamacpp:prompt_tokens_total", "prompt tokens evaluated", counts.prompt_tokens),
-            ("llamacpp:prompt_tokens_cached_total", "prompt tokens found in the cache", counts.cached_tokens),
-            ("localllm_prompt_tokens_restored_total", "tokens of the cache read from disk", counts.restored_tokens),
-            ("llamacpp:tokens_predicted_total", "tokens generated", counts.generated_tokens),
-            ("llamacpp:n_decode_total", "steps", counts.steps),
-            ("llamacpp:prompt_seconds_total", "seconds of evaluating prompts", counts.prefill_s),
-            ("llamacpp:tokens_predicted_seconds_total", "seconds of generating", counts.decode_s),
-            ("llamacpp:n_tokens_max", "tokens of the longest sequence", counts.longest),
-            ("llamacpp:spec_decode_num_drafts_total", "steps with drafts", counts.draft_steps),
-            ("llamacpp:spec_decode_num_draft_tokens_total", "tokens drafted", counts.drafted),
-            ("llamacpp:spec_decode_num_accepted_tokens_total", "drafted tokens accepted", counts.accepted),
-            ("llamacpp:n_busy_slots_per_decode", "requests in a step", per_step),
-            ("llamacpp:prompt_tokens_seconds", f"prompt tokens per second {_SINCE}", prompt_rate),
-            ("llamacpp:predicted_tokens_seconds", f"tokens generated per second {_SINCE}", reply_rate),
-            ("llamacpp:requests_processing", "requests running", counts.running),
-            ("llamacpp:requests_deferred", "requests queued", n_waiting),
-            ("localllm_step_seconds_total", "seconds of steps", counts.step_s),
-            ("localllm_requests_total", "requests ended", counts.ended),
-            ("localllm_pictures_encoded_total", "images and audio clips encoded", counts.encoded),
-            ("localllm_preemptions_total", "requests preempted because the cache was full", counts.preempted),
-            ("localllm_cache_usage_ratio", "cache in use", counts.n_pages_used / max(1, counts.n_pages)),
-        ):
-            add(name, help, value, label)
-    add("localllm_model_loads_total", "models loaded", dispatcher.models.n_loads)
-    text = "".join(f"{line}\n" for lines in rows.values() for line in lines)
-    response = PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+    """Return Prometheus' metrics; with the query ``names=localllm`` without the names of other programs."""
+    has_aliases = request.query_params.get("names") != "localllm"
+    text = await dispatcher.convert(request, partial(dispatcher.metrics.text, has_aliases=has_aliases))
+    response = Response(text, media_type="text/plain; version=0.0.4")
     started = str(int(psutil.Process().create_time())).encode()
     response.raw_headers.append((b"Process-Start-Time-Unix", started))  # the spelling that llama.cpp's clients read
     return response

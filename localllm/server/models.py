@@ -64,6 +64,7 @@ class ServedModel:
     # Unix time at which the server added the model
     created: int = field(default_factory=lambda: int(time.time()))
     n_users: int = 0  # requests that use it or wait for it
+    n_loads: int = 0
     used_at: float = 0.0  # end of the last request, by `time.monotonic`
     load_progress: float | None = None  # from 0 to 1 during loading
     # facts from the file's header, set by `Models.listed`
@@ -158,9 +159,7 @@ class Models:
                 preset = preset._replace(aliases=(*aliases, *preset.aliases), tags=(*tags, *preset.tags))
             self.served[name] = model = ServedModel(name, preset, preset.ttl_s, dict(preset.adapters))
             self._by_key |= dict.fromkeys(map(_key, (*preset.aliases, key)), model)
-        # n_loads: number of loads of all models
-        # prompts: folder for files of `LLM.save_prompts`; None if clients cannot save any
-        self.n_loads, self.prompts = 0, prompts
+        self.prompts = prompts  # folder for files of `LLM.save_prompts`; None if clients cannot save any
         self.steering = steering
         self.is_closed = False  # no model is loaded after this
         self.log = log  # called with messages about loading and unloading
@@ -206,6 +205,11 @@ class Models:
         """Return whether a model that the current request may use has exactly this name."""
         return self._by_key.get(_key(name or "")) in self.visible()
 
+    @property
+    def n_loads(self) -> int:
+        """Number of loads of all models."""
+        return sum(model.n_loads for model in self.served.values())
+
     async def listed(self) -> list[ServedModel]:
         """Return the visible models, with `ServedModel.details` read from the files' headers."""
 
@@ -246,7 +250,7 @@ class Models:
             while True:
                 try:
                     served.llm = await self._in_thread(served.preset.load, served.preset.source, report)
-                    self.n_loads += 1
+                    served.n_loads += 1
                     break
                 except NotEnoughMemoryError:
                     idle = [model for model in self.served.values() if model.llm is not None and not model.n_users]

@@ -21,6 +21,7 @@ from localllm.options.declared import LoadOptions
 from localllm.server.app import App
 from localllm.server.http import Limits
 from localllm.server.models import Loader, Models
+from localllm.server.monitor import Monitoring
 from localllm.server.sockets import listen
 from localllm.server.uvicorn_server import Server
 
@@ -153,10 +154,11 @@ def serving(
     loads_first: bool = False,
     trusted_proxies: Sequence[str] = (),
     listening: AbstractContextManager[socket.socket] | None = None,
+    monitoring: Monitoring | None = None,
     **options: Any,
 ) -> Iterator[Serving]:
     models = Models(sources or dict.fromkeys(names), load, **options)
-    app = App(models, limits or Limits(), responses_folder, loads_first)
+    app = App(models, limits or Limits(), responses_folder, loads_first, monitoring=monitoring or Monitoring())
     server = Server(app, grace_s=grace_s, trusted_proxies=trusted_proxies)
     with listening or listen("127.0.0.1", 0) as opened:
         address = opened.getsockname()  # a string for a Unix socket

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from localllm.server.http import Limits
     from localllm.server.models import Loader, Models, Preset
     from localllm.server.stats import Stats
+    from localllm.server.tracing import Tracing
 
 #: Seconds that a thread may run while other threads wait.
 _SWITCH_S = 0.0005
@@ -68,28 +69,50 @@ def _serve(arguments: argparse.Namespace) -> int:
         import msgspec  # noqa: F401
 
         from localllm.server.app import App
+        from localllm.server.logs import logging_to_stderr
+        from localllm.server.monitor import Monitoring
         from localllm.server.sockets import inherited
         from localllm.server.stats import Stats
     except ModuleNotFoundError as error:
         raise UsageError(f'serve needs {error.name}, which is not installed: pip install "localllm[serve]"') from None
 
     _check_flags(arguments)
-    sockets = inherited()
-    limits, stats = _limits(arguments, sockets), Stats()
-    models, loads_first = _models(arguments, stats)
-    app = App(
-        models,
-        limits,
-        _folder("--responses", arguments.responses),
-        loads_first=loads_first,
-        has_slots=arguments.slots,
-    )
-    # Python's default of 5 ms per thread that renders or tokenizes would delay each step several times.
-    sys.setswitchinterval(_SWITCH_S)
-    _listen(arguments, app, limits, stats, sockets)
+    with nullcontext() if arguments.log_format is None else logging_to_stderr(arguments.log_format):
+        sockets = inherited()
+        limits, stats, tracing = _limits(arguments, sockets), Stats(), _tracing()
+        models, loads_first = _models(arguments, stats)
+        app = App(
+            models,
+            limits,
+            _folder("--responses", arguments.responses),
+            loads_first=loads_first,
+            has_slots=arguments.slots,
+            monitoring=Monitoring(arguments.metrics_per_key, arguments.log_prompts, tracing),
+        )
+        # Python's default of 5 ms per thread that renders or tokenizes would delay each step several times.
+        sys.setswitchinterval(_SWITCH_S)
+        _listen(arguments, app, limits, stats, sockets)
     if app.load_error is not None:
         raise app.load_error.__cause__ or app.load_error
     return 0
+
+
+def _tracing() -> Tracing | None:
+    """Return what creates traces, if OpenTelemetry's environment variables configure it."""
+    variables = ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if is_disabled or not any(map(os.environ.get, variables)) or os.environ.get(variables[0]) == "none":
+        return None
+    try:
+        from localllm.server.tracing import Tracing, provider_from
+
+        return Tracing(provider_from(os.environ))
+    except ModuleNotFoundError as error:
+        named = next(name for name in variables if os.environ.get(name))
+        warn(f'{named} is set, but traces need {error.name}, which is not installed: pip install "localllm[otel]"')
+    except UsageError as error:
+        warn(str(error))
+    return None
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
@@ -104,6 +127,8 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--api-prefix {arguments.prefix!r:.80} is not the start of paths: {rule}")
     for address in arguments.trusted_proxies:
         _check_proxy(address)
+    if arguments.log_prompts and arguments.log_format is None:
+        raise UsageError("--log-prompts needs --log-format: add --log-format text or --log-format json")
     if (arguments.ssl_key is None) != (arguments.ssl_certificate is None):
         raise UsageError("--ssl-key-file and --ssl-cert-file need each other: add the missing flag")
     chat_template(arguments)  # reports an invalid template before a model is loaded
@@ -319,10 +344,12 @@ def _listen(
         server = Server(app, grace_s=arguments.grace, tls=tls, trusted_proxies=arguments.trusted_proxies)
         url = _url(arguments, listening[0])
         say(f"listening on {url} (Ctrl-C stops the server)")
-        if arguments.lan and limits.api_keys:
+        if arguments.lan and limits.api_keys and arguments.log_format is None:  # the invitation contains the key
             say(invitation(url, limits.api_keys[0]))
         with stats.shown(app.models) if arguments.stats else nullcontext():
             server.run(sockets=listening)
+    if app.monitoring.tracing is not None:
+        app.monitoring.tracing.close()
     end_if_busy(0 if app.load_error is None else 1)
 
 
@@ -516,6 +543,9 @@ COMMAND = Command(
         flag("--responses FOLDER", "store responses here, so that previous_response_id works after a restart", Path),
         "output",
         flag("--stats", "show the throughput, the queue and the cache, updated continuously"),
+        flag("--log-format text|json", "print messages with time stamps, and a line for every request"),
+        flag("--log-prompts", "log prompts, too"),
+        flag("--metrics-per-key", "count the requests and tokens of each API key in /metrics"),
         [
             flag("-q --quiet", "print nothing but the address and errors"),
             flag("-v --verbose", "print the devices and the memory of each model"),

@@ -12,7 +12,9 @@ import pytest
 # Clients would load all certificates for each request, which takes 20 ms, although none uses https.
 os.environ.pop("SSL_CERT_FILE", None)
 
-collect_ignore_glob = [] if all(map(find_spec, ("starlette", "uvicorn", "msgspec", "httpx"))) else ["test_*.py"]
+collect_ignore_glob = (
+    [] if all(map(find_spec, ("starlette", "uvicorn", "msgspec", "httpx", "prometheus_client"))) else ["test_*.py"]
+)
 
 
 @pytest.fixture(scope="module")

@@ -635,7 +635,7 @@ def test_a_server_that_stops_says_so() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/api/chat", "/completion"])
 def test_a_request_that_fails_says_so_and_takes_no_other_with_it(
-    failing: Serving, path: str, capfd: pytest.CaptureFixture[str]
+    failing: Serving, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = {"/completion": {"prompt": "fail"}, "/v1/responses": {"input": "fail"}}
     body = {"max_tokens": 50, **asked.get(path, {"messages": [{"role": "user", "content": "fail"}]})}
@@ -663,7 +663,7 @@ def test_a_request_that_fails_says_so_and_takes_no_other_with_it(
         assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     thread.join()
     assert other == ["word " * 200 + "end"]
-    assert "RuntimeError: a defect" in capfd.readouterr().err
+    assert "RuntimeError: a defect" in caplog.text
     failing.wait_until_idle()
 
 

@@ -98,14 +98,14 @@ def test_what_is_said_of_the_server(server: Serving) -> None:
     lines = httpx.get(server.url + "/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     llm = server.llm
-    assert float(values["llamacpp:tokens_predicted_total"]) == llm.counts.generated_tokens > 0
-    assert float(values["localllm_cache_usage_ratio"]) == 0
+    assert float(values['llamacpp:tokens_predicted_total{model="demo"}']) == llm.counts.generated_tokens > 0
+    assert float(values['localllm_cache_usage_ratio{model="demo"}']) == 0
     kinds = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(kinds) == len(set(kinds))
 
 
 def metric(server: Serving, name: str) -> float:
-    (line,) = (x for x in httpx.get(server.url + "/metrics").text.splitlines() if x.startswith(f"llamacpp:{name} "))
+    (line,) = (x for x in httpx.get(server.url + "/metrics").text.splitlines() if x.startswith(f"llamacpp:{name}{{"))
     return float(line.split()[-1])
 
 
@@ -125,7 +125,7 @@ def test_the_first_token_of_a_reply_is_in_no_rate_and_rates_are_since_the_last_l
         reply = post(server, "/completion", prompt="a b c d", n_predict=9, ignore_eos=True)
         server.wait_until_idle()
         text = httpx.get(server.url + "/metrics").text
-        values = {x.split()[0]: float(x.split()[1]) for x in text.splitlines() if x.startswith("llamacpp:")}
+        values = {x.split("{")[0]: float(x.split()[1]) for x in text.splitlines() if x.startswith("llamacpp:")}
         assert values["llamacpp:predicted_tokens_seconds"] == pytest.approx(reply["timings"]["predicted_per_second"])
         assert values["llamacpp:tokens_predicted_total"] == 10
         n_prompt = reply["tokens_evaluated"]

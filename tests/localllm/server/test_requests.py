@@ -294,7 +294,7 @@ def test_what_is_told_to_clients_of_ollama_and_to_prometheus(server: Serving) ->
     post(server, "/completion", APIS["/completion"])
     text = httpx.get(server.url + "/metrics").text
     for name in ("prompt_tokens_seconds", "predicted_tokens_seconds", "prompt_seconds_total"):
-        (line,) = (line for line in text.splitlines() if line.startswith(f"llamacpp:{name} "))
+        (line,) = (line for line in text.splitlines() if line.startswith(f"llamacpp:{name}{{"))
         assert float(line.split()[-1]) > 0
 
 

@@ -438,7 +438,9 @@ def test_a_server_that_is_started_again_encodes_none_again(files: Path, tmp_path
 
             chats = written[0][0] if written else ten_turns(reply)
             written.append((chats, [reply(each) for each in chats]))
-            counted = re.findall(r"^localllm_pictures_encoded_total (\d+)$", httpx.get(f"{url}/metrics").text, re.M)
+            counted = re.findall(
+                r"^localllm_pictures_encoded_total{.*} (\d+)\.0$", httpx.get(f"{url}/metrics").text, re.M
+            )
             assert counted == [str(n_encoded)]
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
