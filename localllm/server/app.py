@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from localllm.errors import LocalLLMError
 from localllm.server import (
     anthropic,
+    downloads,
     embeddings,
     llamacpp,
     lm_studio,
@@ -74,6 +75,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/openapi.json",), _openapi, None),
     ("GET", ("/v1/models", "/models"), openai.models, None),
     ("GET", ("/models/sse",), model_control.events, None),
+    ("GET", ("/models/catalog",), downloads.catalog, None),
     ("POST", ("/models/load",), model_control.load, model_control.ModelName),
     ("POST", ("/models/unload",), model_control.unload, model_control.ModelName),
     ("GET", ("/running",), model_control.running, None),
@@ -109,7 +111,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/api/version",), ollama.version, None),
     ("POST", ("/api/show",), ollama.show, ollama.OllamaRequest),
     ("POST", ("/api/pull",), ollama.pull, ollama.OllamaRequest),
-    ("DELETE", ("/api/delete",), _refuse_change, None),
+    ("DELETE", ("/api/delete",), ollama.delete, ollama.OllamaRequest),
     ("POST", ("/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}"), _refuse_change, None),
     ("GET", ("/api/v0/models",), lm_studio.models_v0, None),
     ("GET", ("/api/v0/models/{name:path}",), lm_studio.model_v0, None),
@@ -181,6 +183,7 @@ class App:
     responses_folder: Path | None = None  # stores responses; None stores them only in memory
     loads_first: bool = False  # whether to load the first model at the start
     has_slots: bool = True  # whether ``/slots`` answers
+    may_pull: bool = False  # whether requests may download and delete models
     dispatcher: Dispatcher = field(init=False)  # submits requests to the models
     asgi: ASGIApp = field(init=False)  # the application for a server such as uvicorn
     load_error: Exception | None = field(init=False, default=None)  # why the only model cannot be loaded
@@ -189,6 +192,7 @@ class App:
     def __post_init__(self) -> None:
         self.models.describe = llamacpp.described
         self.dispatcher = Dispatcher(self.models, ResponseStore(self.responses_folder))
+        self.dispatcher.may_pull = self.may_pull
         paths: dict[str, _Path] = {}
         for method, names, endpoint, body_type in _ENDPOINTS:
             for name in names:

@@ -149,10 +149,11 @@ def serving(
     grace_s: float = 0.2,
     responses_folder: Path | None = None,
     loads_first: bool = False,
+    may_pull: bool = False,
     **options: Any,
 ) -> Iterator[Serving]:
     models = Models(sources or dict.fromkeys(names), load, **options)
-    app = App(models, limits or Limits(), responses_folder, loads_first)
+    app = App(models, limits or Limits(), responses_folder, loads_first, may_pull=may_pull)
     server = Server(app, grace_s=grace_s)
     with listen("127.0.0.1", 0) as socket:
         port = socket.getsockname()[1]

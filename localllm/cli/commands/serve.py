@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         _folder("--responses", arguments.responses),
         loads_first=loads_first,
         has_slots=arguments.slots,
+        may_pull=arguments.allow_pull,
     )
     # Python's default of 5 ms per thread that renders or tokenizes would delay each step several times.
     sys.setswitchinterval(_SWITCH_S)
@@ -395,6 +396,7 @@ COMMAND = Command(
             choices=None,
             default=LEFT_OUT,
         ),
+        flag("--allow-pull", "let requests, and the page, download models from the hub and delete downloaded ones"),
         flag("--no-slots", "do not list running requests at /slots", dest="slots", action="store_false"),
         "access",
         flag(
