@@ -65,8 +65,8 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
     if (hub_name := HubName.parse(name)) is not None:
         return _downloaded(hub_name, folders)
     known = known_model(name)
-    if known is not None and (path := known_here(*known, folders)) is not None:
-        return path
+    if known is not None and (downloaded := known_here(*known, folders)) is not None:
+        return downloaded
     if re.fullmatch(r"[\w.:-]+(?<!\.gguf)", name, re.IGNORECASE):
         if (fitting := _by_words(name, user_folders)) is not None:
             return fitting.path

@@ -19,7 +19,7 @@ NEXT_SIZE = 0.6
 
 
 @dataclass(frozen=True)
-class Suggestion:
+class SuggestedModel:
     """A model and a format for this machine.
 
     If the file was downloaded, ``memory`` and ``tokens_per_s`` are predicted from its header. Otherwise they are
@@ -34,7 +34,7 @@ class Suggestion:
     is_estimate: bool = True
 
 
-def suggest(use: str, available: int, bandwidth: float | None, n: int = 3) -> list[Suggestion]:
+def suggest(use: str, available: int, bandwidth: float | None, n: int = 3) -> list[SuggestedModel]:
     """Return up to ``n`` models for a use that fit into memory, the most capable first.
 
     Each is smaller than the previous one.
@@ -49,37 +49,37 @@ def suggest(use: str, available: int, bandwidth: float | None, n: int = 3) -> li
         format = model.format_for(available)
         if use in model.uses and model.memory(format) <= available:
             speed = None if bandwidth is None else model.tokens_per_s(format, bandwidth)
-            fitting.append(Suggestion(model, format, model.memory(format), speed))
+            fitting.append(SuggestedModel(model, format, model.memory(format), speed))
     quick = [s for s in fitting if s.tokens_per_s is None or s.tokens_per_s >= MIN_TOKENS_PER_S]
-    picks: list[Suggestion] = []
+    picks: list[SuggestedModel] = []
     for suggestion in sorted(quick or fitting, key=_capability, reverse=True):
         if not picks or _size(suggestion) <= NEXT_SIZE * _size(picks[-1]):
             picks.append(suggestion)
     return [_with_details(pick) for pick in picks[:n]]
 
 
-def _capability(suggestion: Suggestion) -> float:
+def _capability(suggestion: SuggestedModel) -> float:
     """Return the parameters of a dense model that answers about as well, in billions."""
     return sqrt(suggestion.model.parameters * suggestion.model.active)
 
 
-def _size(suggestion: Suggestion) -> int:
+def _size(suggestion: SuggestedModel) -> int:
     return suggestion.model.formats[suggestion.format]
 
 
-def _with_details(suggestion: Suggestion) -> Suggestion:
+def _with_details(suggestion: SuggestedModel) -> SuggestedModel:
     """Replace estimates by predictions if the model was downloaded."""
     path = known_here(suggestion.model, suggestion.format)
     details = None if path is None else DetailsReader().read(path)
     if path is None or details is None or details.memory is None:
         return suggestion
     speed, is_estimate = details.tokens_per_s, details.tokens_per_s is None
-    return Suggestion(
+    return SuggestedModel(
         suggestion.model, suggestion.format, details.memory, speed or suggestion.tokens_per_s, path, is_estimate
     )
 
 
-def suggest_here(use: str, progress: Callable[[int, int], None] | None = None) -> list[Suggestion]:
+def suggest_here(use: str, progress: Callable[[int, int], None] | None = None) -> list[SuggestedModel]:
     """Return suggestions for this machine. Measures the memory bandwidth once per machine, in a second or two.
 
     ``progress``: called with the numbers of compiled kernels and of kernels to compile.

@@ -31,7 +31,7 @@ class _Cancelled(Exception):
     """The client has disconnected."""
 
 
-class _Progress:
+class _PullState:
     """Progress of a download, which its thread reports."""
 
     def __init__(self, name: str) -> None:
@@ -66,7 +66,7 @@ async def pull(dispatcher: Dispatcher, name: str, *, is_streamed: bool) -> Respo
         raise HTTPError(
             404, f"{name!r:.80} is not the name of a model on the hub: {advice(name) or 'write ORG/REPO'}"
         )
-    progress = _Progress(str(remote))
+    progress = _PullState(str(remote))
     states = _states(dispatcher, name, progress)
     if is_streamed:
         lines = (json_bytes(state) + b"\n" async for state in states)
@@ -77,7 +77,7 @@ async def pull(dispatcher: Dispatcher, name: str, *, is_streamed: bool) -> Respo
     return json_response(state)
 
 
-async def _states(dispatcher: Dispatcher, name: str, progress: _Progress) -> AsyncIterator[dict[str, Any]]:
+async def _states(dispatcher: Dispatcher, name: str, progress: _PullState) -> AsyncIterator[dict[str, Any]]:
     """Download a model, and yield the states in Ollama's format."""
     from localllm.catalog.pull import pull as pull_model
 

@@ -23,13 +23,13 @@ PROGRAM = """
 import sys
 from localllm.catalog import other_programs, suggestions
 from localllm.catalog.known_models import known_model
-from localllm.catalog.suggestions import Suggestion
+from localllm.catalog.suggestions import SuggestedModel
 from localllm.cli.main import main
 other_programs.import_path = lambda: []
 other_programs.folders = lambda: []
 other_programs.ollama_models = dict
 model, _ = known_model("smollm2:135m")
-suggestions.suggest_here = lambda use, progress=None: [Suggestion(model, "Q8_0", 10**8, 99.0)]
+suggestions.suggest_here = lambda use, progress=None: [SuggestedModel(model, "Q8_0", 10**8, 99.0)]
 sys.exit(main(["chat", *sys.argv[1:]]))
 """
 

@@ -29,7 +29,7 @@ from localllm.options.settings import load_settings
 
 if TYPE_CHECKING:
     from localllm.catalog.listing import LocalModel
-    from localllm.catalog.suggestions import Suggestion
+    from localllm.catalog.suggestions import SuggestedModel
     from localllm.options.settings import Settings
 
 #: Printed below a list that contains only the demo model.
@@ -152,7 +152,7 @@ def _suggest(arguments: argparse.Namespace) -> None:
         raise LocalLLMError("no known model fits into the available memory: close other programs, and try again")
 
 
-def suggestion_row(suggestion: Suggestion) -> tuple[str, ...]:
+def suggestion_row(suggestion: SuggestedModel) -> tuple[str, ...]:
     model, speed = suggestion.model, suggestion.tokens_per_s
     if speed is None or "embeddings" in model.abilities:
         shown = "-"
@@ -169,7 +169,7 @@ def suggestion_row(suggestion: Suggestion) -> tuple[str, ...]:
     )
 
 
-def suggestion_as_json(suggestion: Suggestion) -> dict[str, Any]:
+def suggestion_as_json(suggestion: SuggestedModel) -> dict[str, Any]:
     """Return a suggestion as JSON values; sizes are in bytes."""
     model = suggestion.model
     return {

@@ -11,7 +11,7 @@ import pytest
 from localllm.catalog import suggestions as module
 from localllm.catalog.file_details import Details, DetailsReader
 from localllm.catalog.known_models import USES, known_models
-from localllm.catalog.suggestions import MIN_TOKENS_PER_S, NEXT_SIZE, Suggestion, suggest
+from localllm.catalog.suggestions import MIN_TOKENS_PER_S, NEXT_SIZE, SuggestedModel, suggest
 from tests.helpers.command_line import run_main
 
 GB = 10**9
@@ -97,7 +97,7 @@ def test_wrong_uses_are_refused(capfdbinary: pytest.CaptureFixture[bytes]) -> No
 
 
 def test_a_machine_without_memory(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: list[Suggestion] = []
+    nothing: list[SuggestedModel] = []
     monkeypatch.setattr(module, "suggest_here", lambda use, progress=None: nothing)
     outcome = run_main(capfdbinary, "models", "--suggest")
     assert outcome.code == 1
