@@ -9,7 +9,6 @@ from pathlib import PurePosixPath
 from typing import Self
 
 from localllm.errors import UsageError
-from localllm.loading.projector_files import is_drafter
 
 #: Default quantisation if a repository has several files.
 DEFAULT_QUANT = "Q4_K_M"
@@ -145,6 +144,9 @@ def matching(choice: str, groups: Iterable[FileGroup]) -> Sequence[FileGroup]:
 
 
 def _without_drafters(groups: Sequence[FileGroup]) -> Sequence[FileGroup]:
+    # Imported here because many commands parse no more than a name.
+    from localllm.loading.projector_files import is_drafter
+
     return [group for group in groups if not is_drafter(group.names[0])] or groups
 
 

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.catalog.known_models import USES
 from localllm.cli.parser import Command, flag
 from localllm.cli.shared_flags import JSON
 from localllm.console import (
@@ -77,6 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _use(text: str) -> str:
+    from localllm.catalog.known_models import USES  # imported here because few command lines name a use
+
     if text not in USES:
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not one of {', '.join(USES)}")
     return text
@@ -217,7 +218,7 @@ COMMAND = Command(
     [
         flag("folders FOLDER", "list only the models in these folders", Path, nargs="*"),
         flag("--suggest", "suggest models to download that fit this machine"),
-        flag(f"--use {'|'.join(USES)}", "use of the suggested models", _use),
+        flag("--use chat|code|images|audio|embeddings", "use of the suggested models", _use),
         JSON,
     ],
     run,

@@ -111,7 +111,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     (
         "generate -m xyzzy:1b -p hi",
-        "error: there is no file or model 'xyzzy:1b' here: localllm models lists those",
+        "error: there is no file or model 'xyzzy:1b' here: localllm models lists the names",
         {},
     ),
     ("generate -m hf.co/org/repo:Q8_0 -p hi -n 4 --keepalive 5m", "warning: --keepalive has no effect", {}),
