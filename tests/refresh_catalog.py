@@ -58,8 +58,8 @@ def table(use: str) -> str:
     """Return a page's table of the models that are suggested for a use, smallest first."""
     rows = ["| pull | download | memory | model |", "|---|---|---|---|"]
     models = [model for model in known_models() if use in model.uses]
-    for model in sorted(models, key=lambda model: model.n_bytes(next(iter(model.formats)))):
-        format = next(iter(model.formats))
+    for model in sorted(models, key=lambda model: model.n_bytes(model.default_format)):
+        format = model.default_format
         size, memory = (f"{_gigabytes(n)} GB" for n in (model.n_bytes(format), model.memory(format)))
         more = ", ".join(ability for ability in model.abilities if ability != use)
         rows.append(f"| `{model.name}` | {size} | {memory} | {model.title}{more and f': also {more}'} |")

@@ -26,7 +26,7 @@ _IGNORED = re.compile(r"instruct|it|chat|a\d+b")
 #: Formats in tags, such as q8_0 or ud-q4_k_m.
 _FORMAT = re.compile(r"(?:^|-)((?:ud-)?(?:i?q\d|mxfp4|bf16|f16|f32)(?:_[a-z0-9]+)*)$")
 #: Estimated memory of a model in addition to its files, for the cache, activations and the program.
-_SHARE_ADDED, _BYTES_ADDED = 0.1, 500_000_000
+_SHARE_ADDED, _BYTES_ADDED = 0.1, 250_000_000
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class KnownModel:
     def name(self) -> str:
         return f"{self.family}:{self.tag}"
 
+    @property
+    def default_format(self) -> str:
+        return next(iter(self.formats))
+
     def n_bytes(self, format: str) -> int:
         """Return the bytes of a download."""
         return self.formats[format] + self.projector_bytes
@@ -62,7 +66,7 @@ class KnownModel:
 
     def format_for(self, available: int) -> str:
         """Return the default format, or the largest smaller one if only that fits into ``available`` bytes."""
-        default = next(iter(self.formats))
+        default = self.default_format
         smaller = [name for name, size in self.formats.items() if size <= self.formats[default]]
         fitting = [name for name in smaller if self.memory(name) <= available]
         return max(fitting, key=lambda name: self.formats[name], default=default)
@@ -163,7 +167,7 @@ def short_names(repository: str, format: str | None) -> tuple[str, ...]:
     names = []
     for model in known_models():
         if model.repository == repository and format is not None:
-            is_default_format = format == next(iter(model.formats))
+            is_default_format = format == model.default_format
             ending = "" if is_default_format else f"-{format.lower()}"
             names.append(f"{model.name}{ending}")
             if model.is_default and is_default_format:

@@ -35,7 +35,7 @@ class SuggestedModel:
 
 
 def suggest(use: str, available: int, bandwidth: float | None, n: int = 3) -> list[SuggestedModel]:
-    """Return up to ``n`` models for a use that fit into memory, the most capable first.
+    """Return up to ``n`` models for a use that fit into memory in their default format, the most capable first.
 
     Each is smaller than the previous one.
 
@@ -46,7 +46,7 @@ def suggest(use: str, available: int, bandwidth: float | None, n: int = 3) -> li
     """
     fitting = []
     for model in known_models():
-        format = model.format_for(available)
+        format = model.default_format
         if use in model.uses and model.memory(format) <= available:
             speed = None if bandwidth is None else model.tokens_per_s(format, bandwidth)
             fitting.append(SuggestedModel(model, format, model.memory(format), speed))

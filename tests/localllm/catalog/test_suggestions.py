@@ -32,6 +32,7 @@ def test_suggestions_fit_and_differ(use: str, available: int) -> None:
         assert smaller <= NEXT_SIZE * size
     for s in suggestions:
         assert use in s.model.uses
+        assert s.format == s.model.default_format
         assert s.memory == s.model.memory(s.format) <= available
         assert s.is_estimate
         assert s.tokens_per_s == s.model.tokens_per_s(s.format, 40e9) >= MIN_TOKENS_PER_S
