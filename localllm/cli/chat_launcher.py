@@ -159,8 +159,8 @@ def offers() -> list[Offer]:
     models = []
     for suggestion in suggest_here("chat"):
         model, speed = suggestion.model, suggestion.tokens_per_s
-        facts = [f"{quantity(model.n_bytes(suggestion.format), 'B')} to download"]
-        facts += [] if speed is None else [f"about {speed:.0f} tokens/s here"]
+        facts = [quantity(model.n_bytes(suggestion.format), "B")]
+        facts += [] if speed is None else [f"about {speed:.0f} tokens/s"]
         facts += [f"takes {' and '.join(kinds)}"] if (kinds := [a for a in model.abilities if a in MEDIA]) else []
         models.append(Offer(model.name, f"{model.name}: {', '.join(facts)}"))
     return models

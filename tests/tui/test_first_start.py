@@ -56,7 +56,7 @@ def test_a_model_is_offered_and_downloaded(terminal: Terminal, hub: HubServer, t
     repo = hub.repos[REPOSITORY]
     repo.waits = True
     start(terminal, hub, tmp_path)
-    terminal.sees("Which model?", "smollm2:135m: ", "about 99 tokens/s here", "Chat with the demo model")
+    terminal.sees("Which model?", "smollm2:135m: 140 MB, about 99 tokens/s", "Chat with the demo model")
     terminal.press("Enter")
     terminal.sees("downloading")
     folder = tmp_path / "hub" / f"models--{REPOSITORY.replace('/', '--')}" / "blobs"

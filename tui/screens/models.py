@@ -323,9 +323,7 @@ class ModelLoader(Generic[Chat]):
 _OTHER = ("other", "Choose another model")
 #: The choice to download nothing.
 _KEEP = "keep"
-_OFFER = (
-    "Only the small demo model is on this machine. Choose a model to download it; Esc starts with the demo model."
-)
+_OFFER = "Only the small demo model is on this machine. Choose a model to download it. Esc keeps the demo model."
 
 
 def _title(name: str | None) -> str:
