@@ -56,6 +56,8 @@ class Setup:
     list_models: Callable[[], Iterable[ModelEntry]] = tuple
     # models to choose from before the first chat; None: the first model is loaded at once
     offers: Callable[[], Sequence[Offer]] | None = None
+    # returns a label such as "Download it (2 GB)" if a name is the name of a model that can be downloaded
+    download_label: Callable[[str], str | None] = lambda name: None
     # downloads a model that the user chose, and reports progress; an exception raised there cancels the download
     pull: Callable[[str, LoadProgress], object] = lambda name, progress: None
     memory: Callable[[], int] = lambda: 0  # bytes in use, without GPU memory

@@ -113,6 +113,7 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
         check=check,
         list_models=lambda: list_models(defaults.model_folders, arguments.device),
         offers=offers if offers_models else None,
+        download_label=download_label,
         pull=pull,
         memory=lambda: int(psutil.Process().memory_info().rss),
         more=more,
@@ -164,6 +165,20 @@ def offers() -> list[Offer]:
         facts += [f"takes {' and '.join(kinds)}"] if (kinds := [a for a in model.abilities if a in MEDIA]) else []
         models.append(Offer(model.name, f"{model.name}: {', '.join(facts)}"))
     return models
+
+
+def download_label(name: str) -> str | None:
+    """Return a label for downloading a model that is not on this machine; None if its name cannot be on the hub."""
+    from localllm.catalog.hub_names import HubName  # imported here because most chats download nothing
+    from localllm.catalog.known_models import available_bytes, known_model
+
+    if HubName.parse(name) is not None:
+        return None if os.path.lexists(name) else "Download it from the hub"
+    if (known := known_model(name)) is None:
+        return None
+    model, format = known
+    format = format if format in model.formats else model.format_for(available_bytes())
+    return f"Download it ({quantity(model.n_bytes(format), 'B')})"
 
 
 def is_here(model: str, folders: Iterable[Path]) -> bool:

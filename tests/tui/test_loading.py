@@ -263,6 +263,38 @@ async def test_a_first_download_without_a_network_leads_to_the_demo_model() -> N
         assert loaded == [""]
 
 
+async def test_a_model_that_is_not_here_is_downloaded_on_request() -> None:
+    here, loaded = {""}, list[str]()
+
+    def load(name: str, progress: LoadProgress) -> AppModel:
+        loaded.append(name)
+        return AppModel([f"by {name}"])
+
+    def check(name: str) -> None:
+        if name not in here:
+            raise ModelNotFoundError(f"{name} is not on this machine")
+
+    def pull(name: str, progress: LoadProgress) -> None:
+        here.add(name)
+
+    def label(name: str) -> str | None:
+        return "Download it (2 GB)" if name == "qwen" else None
+
+    built = setup(AppModel(), load=load, check=check, pull=pull, download_label=label)
+    async with chatting(built) as chat:
+        await chat.say("/model other")
+        await chat.sees("other is not on this machine")
+        assert "Download" not in chat.screen
+        await chat.press("escape")
+        await chat.say("/model qwen")
+        await chat.sees("Download it (2 GB)")
+        await chat.press("enter")
+        await chat.until(lambda: loaded[-1] == "qwen")
+        await chat.rest()
+        await chat.ask("hello")
+        assert texts(chat)[-1] == "by qwen"
+
+
 async def test_quitting_ends_a_download() -> None:
     waits, done = threading.Event(), list[int]()
 

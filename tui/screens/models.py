@@ -181,9 +181,14 @@ class ModelLoader(Generic[Chat]):
                 await self._app.in_thread(self._app.setup.check, name)
             except LocalLLMError as error:
                 back = "Back" if self.model is None else f"Back to {_title(self.name)}"
-                if await self._ask(name, error, ("back", back), _OTHER) == "other":
+                label = await self._app.in_thread(self._app.setup.download_label, name)
+                download = [] if label is None else [("download", label)]
+                answer = await self._ask(name, error, *download, ("back", back), _OTHER)
+                if answer == "other":
                     await self.choose()
-                return
+                if answer != "download":
+                    return
+                self._downloads.add(name)
         self._app.keys.go_on()
         await self.load(name)
 

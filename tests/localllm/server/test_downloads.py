@@ -91,6 +91,28 @@ def test_a_failed_pull_names_the_reason(pulling: Serving, name: str, status: int
         assert words in pulled(pulling, name)[-1]["error"]
 
 
+HOSTILE = [
+    b'{"model": "\\ud800"}', b'{"model": "a/b:../../x"}', b'{"model": "a/b\\u0000"}', b'{"model": 5}', b"[]", b"{",
+    b'{"model": "' + b"x" * 100_000 + b'"}', b'{"name": "org/repo:' + b"Q" * 10_000 + b'"}', b'{"model": "../.."}',
+    b'{"model": "smollm2:135m-q9_9"}', b'{"model": "file:///etc/passwd"}', b'{"model": "hf.co/a/b?c#d"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", HOSTILE, ids=lambda body: body[:40])
+def test_hostile_bodies_are_refused(pulling: Serving, body: bytes) -> None:
+    for method, path in (("POST", "/api/pull"), ("DELETE", "/api/delete")):
+        sent = body.replace(b"{", b'{"stream": false, ', 1)
+        answer = httpx.request(method, pulling.url + path, content=sent, timeout=60)
+        assert 400 <= answer.status_code <= 404 or answer.status_code == 502, answer.text
+        assert "Traceback" not in answer.text
+    assert list(pulling.models.served) == ["demo"]
+    answer = httpx.get(
+        f"{pulling.url}/models/catalog", params={"search": body.decode("utf-8", "replace"), "hub": "1"}
+    )
+    assert answer.status_code in (200, 400, 414, 431)
+    assert list(hub_cache().glob("**/*.gguf")) == []
+
+
 def test_a_client_that_disconnects_ends_the_download(pulling: Serving, hub: HubServer) -> None:
     """The downloaded part stays, and the next request continues it."""
     repo = hub.repos[REPOSITORY]
