@@ -177,7 +177,8 @@ def download_label(name: str) -> str | None:
     if (known := known_model(name)) is None:
         return None
     model, format = known
-    format = format if format in model.formats else model.format_for(available_bytes())
+    if format is None or format not in model.formats:
+        format = model.format_for(available_bytes())
     return f"Download it ({quantity(model.n_bytes(format), 'B')})"
 
 

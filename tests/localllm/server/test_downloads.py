@@ -106,9 +106,8 @@ def test_hostile_bodies_are_refused(pulling: Serving, body: bytes) -> None:
         assert 400 <= answer.status_code <= 404 or answer.status_code == 502, answer.text
         assert "Traceback" not in answer.text
     assert list(pulling.models.served) == ["demo"]
-    answer = httpx.get(
-        f"{pulling.url}/models/catalog", params={"search": body.decode("utf-8", "replace"), "hub": "1"}
-    )
+    search = {"search": body.decode("utf-8", "replace")[:1000], "hub": "1"}
+    answer = httpx.get(f"{pulling.url}/models/catalog", params=search, timeout=60)
     assert answer.status_code in (200, 400, 414, 431)
     assert list(hub_cache().glob("**/*.gguf")) == []
 
