@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
@@ -205,6 +205,22 @@ class LoadStatus:
 
 def _kernels(n: int) -> str:
     return f"{n} kernel{'s' * (n != 1)}"
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str]) -> None:
+    """Print a table on a terminal. ``numbers``: names of the columns that contain numbers."""
+    # Imported here, because files and pipes do not need it.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in head:
+        is_number = name in numbers
+        table.add_column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(highlight=False).print(table)
 
 
 def quantity(n: float, unit: str) -> str:

@@ -31,8 +31,8 @@ DEMO = ROOT / "localllm" / "data" / "demo.gguf"
 ORIGINAL = ROOT / "tests" / "data" / "demo-f16.gguf"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-#: Name of the README's model on the hub, and its file there.
-HUB_MODEL, HUB_FILE = "Qwen/Qwen2.5-0.5B-Instruct-GGUF", "qwen2.5-0.5b-instruct-q4_k_m.gguf"
+#: Name of the README's model, its repository on the hub, and its file there.
+MODEL, HUB_MODEL, HUB_FILE = "qwen3.5:2b", "unsloth/Qwen3.5-2B-GGUF", "Qwen3.5-2B-Q4_K_M.gguf"
 
 #: Prefixes of command lines that are not run here, and what runs them, or the reason why nothing does.
 NOT_RUN = {
@@ -264,7 +264,7 @@ def test_the_commands_of_a_page(
 def test_a_model_is_pulled_and_used_in_a_chat(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    [(_, pull), (_, chat)] = [each for each in lines() if HUB_MODEL in each[1]]
+    [(_, pull), (_, chat)] = [each for each in lines() if MODEL in each[1]]
     run(capfdbinary, monkeypatch, pull)
     run(capfdbinary, monkeypatch, chat)
 

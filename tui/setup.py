@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from localllm.options.types import LoadProgress
 from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.events import Choice
@@ -34,6 +35,14 @@ class ModelEntry:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A model that the first chat offers to download. ``name`` is the argument of `Setup.pull` and of `Loader`."""
+
+    name: str
+    label: str
+
+
 @dataclass(frozen=True)
 class Setup:
     """Configuration of a `localllm.tui.app.ChatApp` or of line mode. Its functions may be slow."""
@@ -45,6 +54,12 @@ class Setup:
     # reads as much of a model file as is necessary to decide whether it can be loaded; raises if it cannot
     check: Callable[[str], None] = lambda name: None
     list_models: Callable[[], Iterable[ModelEntry]] = tuple
+    # models to choose from before the first chat; None: the first model is loaded at once
+    offers: Callable[[], Sequence[Offer]] | None = None
+    # returns a label such as "Download it (2 GB)" if a name is the name of a model that can be downloaded
+    download_label: Callable[[str], str | None] = lambda name: None
+    # downloads a model that the user chose, and reports progress; an exception raised there cancels the download
+    pull: Callable[[str, LoadProgress], object] = lambda name, progress: None
     memory: Callable[[], int] = lambda: 0  # bytes in use, without GPU memory
     # keyword arguments of `LLM.stream_chat` in addition to the conversation's settings
     more: Mapping[str, Any] = field(default_factory=dict)

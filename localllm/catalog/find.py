@@ -1,8 +1,9 @@
-"""Find the file that a user's name means: a path, a name in a folder of models, ``ORG/REPO[:…]`` in the hub's cache,
-a name of Ollama's, or words of the name of a model on this machine."""
+"""Find the file that a user's name means: a path, a name in a folder of models, ``ORG/REPO[:…]`` or a short name
+(`known_models`) in the hub's cache, a name of Ollama's, or words of the name of a model on this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from localllm.catalog import other_programs
 from localllm.catalog.demo import demo_path
 from localllm.catalog.hub_cache import cached_models, hub_cache, models_in
 from localllm.catalog.hub_names import DEFAULT_QUANT, DEMO, HubName, choices, choose, matching
+from localllm.catalog.known_models import KnownModel, advice, known_model
 from localllm.errors import ModelNotFoundError, warn
 from localllm.kernels.cpu.host import available_memory
 
@@ -38,8 +40,9 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
     """Return the file that a name means. Searches this machine only.
 
     The order is: an existing path, with or without ".gguf"; a file in ``folders`` or in folders of other programs;
-    "demo"; a name of Ollama's; a name on the hub; a file of a Python package, PACKAGE/FILE; words of a name that
-    `find_models` lists. Other names that look like paths are returned unchanged, so opening them raises the error.
+    "demo"; a name of Ollama's; a name on the hub; a short name; a file of a Python package, PACKAGE/FILE; words of a
+    name that `find_models` lists. Other names that look like paths are returned unchanged, so opening them raises the
+    error.
 
     ``folders``: folders of models, which are named by their paths in the folder, with or without ".gguf".
 
@@ -59,23 +62,49 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
         return demo_path()
     if (model := other_programs.ollama_model(name)) is not None:
         return model.path
-    hub_name = HubName.parse(name)
-    if hub_name is None and re.fullmatch(r"[\w.:-]+(?<!\.gguf)", name, re.IGNORECASE):
+    if (hub_name := HubName.parse(name)) is not None:
+        return _downloaded(hub_name, folders)
+    known = known_model(name)
+    if known is not None and (downloaded := known_here(*known, folders)) is not None:
+        return downloaded
+    if re.fullmatch(r"[\w.:-]+(?<!\.gguf)", name, re.IGNORECASE):
         if (fitting := _by_words(name, user_folders)) is not None:
             return fitting.path
-        advice = "localllm models lists those that are, and localllm pull ORG/REPO[:QUANT] downloads one from the hub"
-        raise ModelNotFoundError(f"there is no file or model {name!r} here: {advice}")
-    if hub_name is None:
-        package, _, file = name.partition("/")
-        return other_programs.package_models().get(package, {}).get(file, name) if file else name
+        raise _not_here(name, known)
+    package, _, file = name.partition("/")
+    return other_programs.package_models().get(package, {}).get(file, name) if file else name
+
+
+def _not_here(name: str, known: tuple[KnownModel, str | None] | None) -> ModelNotFoundError:
+    if known is not None:
+        return ModelNotFoundError(f"{name} is not on this machine: localllm pull {name} downloads it")
+    remedy = advice(name)
+    if remedy is None:
+        remedy = "localllm models lists the names, and localllm pull ORG/REPO[:QUANT] downloads one from the hub"
+    return ModelNotFoundError(f"there is no file or model {name!r} here: {remedy}")
+
+
+def _downloaded(name: HubName, folders: Iterable[Path]) -> Path:
+    """Return the file of a model on the hub, in the hub's cache or in LM Studio's layout in a folder.
+
+    Raises ModelNotFoundError.
+    """
     try:
-        return find_cached(hub_name)
+        return find_cached(name)
     except ModelNotFoundError:
-        for folder in (root / hub_name.repo for root in folders):  # LM Studio's layout of models from the hub
+        for folder in (root / name.repo for root in folders):
             groups = models_in(folder)
-            if groups and (hub_name.choice is None or matching(hub_name.choice, groups)):
-                return folder / choose(hub_name, groups, str(folder)).names[0]
+            if groups and (name.choice is None or matching(name.choice, groups)):
+                return folder / choose(name, groups, str(folder)).names[0]
         raise
+
+
+def known_here(model: KnownModel, format: str | None, folders: Iterable[Path] = ()) -> Path | None:
+    """Return the file of a short name: the first of its formats that was downloaded; None without a download."""
+    for choice in model.formats if format is None else (format,):
+        with contextlib.suppress(ModelNotFoundError):
+            return _downloaded(HubName(model.repository, choice), folders)
+    return None
 
 
 def _by_words(name: str, folders: list[Path]) -> LocalModel | None:

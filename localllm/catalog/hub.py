@@ -8,11 +8,13 @@ import importlib
 import os
 import re
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from localllm.catalog.hub_cache import hub_cache
+from localllm.catalog.hub_names import REPOSITORY
 from localllm.errors import HubError, UsageError
 from localllm.nesting import parse_json
 from localllm.version import __version__
@@ -38,6 +40,15 @@ class RemoteFile:
     name: str
     n_bytes: int
     hash: str  # SHA-256, or git's SHA-1 for small files: the name of the blob in the cache
+
+
+@dataclass(frozen=True)
+class RemoteRepository:
+    """A repository of GGUF files that a search found."""
+
+    name: str  # "ORG/REPO"
+    n_downloads: int  # in the last month
+    is_gated: bool  # whether its files need the permission of its owner
 
 
 #: Environment variables, in lower case, that the HTTP client reads when it is created.
@@ -75,7 +86,7 @@ def _set_variables(names: Sequence[str], is_wrong: Callable[[str], bool]) -> lis
 
 
 class Hub:
-    """One repository on the hub, "ORG/REPO".
+    """One repository on the hub, "ORG/REPO", or the words of a search.
 
     Methods raise the errors of `complaints` only.
     """
@@ -85,20 +96,41 @@ class Hub:
         self._repo = repo
         self.endpoint: str = os.environ.get("HF_ENDPOINT") or self._package.constants.ENDPOINT
 
+    def search(self, limit: int) -> list[RemoteRepository]:
+        """Return repositories with GGUF files whose names contain the words that `Hub` got, most downloads first."""
+        words = urllib.parse.quote(self._repo)
+        query = f"search={words}&filter=gguf&sort=downloads&direction=-1&limit={limit}"
+        try:
+            with self.complaints():
+                listed = parse_json(self._read(f"{self.endpoint}/api/models?{query}"))
+            repositories = [_remote_repository(entry) for entry in listed]
+        except (HubError, UsageError):
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise self._no_hub(error) from error
+        return [repository for repository in repositories if REPOSITORY.fullmatch(repository.name)]
+
     def files(self, is_wanted: Callable[[str], bool]) -> tuple[str, dict[str, RemoteFile]]:
         """Return the newest commit, and by name its files that ``is_wanted`` accepts."""
+        return self.described(is_wanted)[:2]
+
+    def described(self, is_wanted: Callable[[str], bool]) -> tuple[str, dict[str, RemoteFile], dict[str, Any]]:
+        """Return the same as `files`, and the hub's description of the repository. Its other values are unchecked."""
         try:
             listing = parse_json(self._listing())
             commit = listing["sha"]
             if not _COMMIT.fullmatch(commit):  # used as the name of a folder
                 raise ValueError(f"the commit is {commit!r:.100}")
             entries = [entry for entry in listing["siblings"] if is_wanted(entry["rfilename"])]
-            return commit, {entry["rfilename"]: _remote_file(entry) for entry in entries}
+            return commit, {entry["rfilename"]: _remote_file(entry) for entry in entries}, listing
         except (HubError, UsageError):
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            fault = f"the server at {self.endpoint} is not a hub ({type(error).__name__}: {error!s:.200})"
-            raise HubError(f"{fault}: check the network, and the environment variable HF_ENDPOINT") from error
+            raise self._no_hub(error) from error
+
+    def _no_hub(self, error: Exception) -> HubError:
+        fault = f"the server at {self.endpoint} is not a hub ({type(error).__name__}: {error!s:.200})"
+        return HubError(f"{fault}: check the network, and the environment variable HF_ENDPOINT")
 
     def _listing(self) -> bytes:
         """Return the hub's description of the repository as JSON. Tries again once if the hub is busy."""
@@ -203,6 +235,14 @@ def import_hub() -> Any:
         advice = "install it again, and check the environment variables HF_…"
         raise HubError(f"the package huggingface_hub cannot be loaded ({error}): {advice}") from error
     return hub
+
+
+def _remote_repository(entry: dict[str, Any]) -> RemoteRepository:
+    """Return a repository of the hub's response. Raises ValueError if its name or number of downloads is invalid."""
+    name, n_downloads = entry["id"], entry.get("downloads", 0)
+    if not isinstance(name, str) or type(n_downloads) is not int:
+        raise ValueError(f"no name and downloads in {entry!r:.100}")
+    return RemoteRepository(name, n_downloads, bool(entry.get("gated")))
 
 
 def _remote_file(sibling: dict[str, Any]) -> RemoteFile:

@@ -69,6 +69,24 @@ def models_in(snapshot: Path) -> list[FileGroup]:
     return group_files(sizes)
 
 
+def parts_of(path: Path) -> list[Path]:
+    """Return all files of a model in a folder, which are several for a split model."""
+    sizes = {file.name: 0 for file in path.parent.iterdir() if file.suffix.lower() == ".gguf"}
+    names = next((group.names for group in group_files(sizes) if path.name in group.names), (path.name,))
+    return [path.with_name(name) for name in names]
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file.  If it is a link in the cache, also remove its blob after the last link."""
+    target = path.resolve()
+    path.unlink()
+    snapshots = next((parent for parent in path.parents if parent.name == "snapshots"), None)
+    if snapshots is None or target.parent.resolve() != (snapshots.parent / "blobs").resolve():
+        return
+    if not any(link.is_symlink() and link.resolve() == target for link in snapshots.rglob("*")):
+        target.unlink(missing_ok=True)
+
+
 def cached_models(repo: str) -> list[tuple[Path, FileGroup]]:
     """Return the cached models of a repository with their first files. Earlier snapshots take precedence."""
     models: dict[str, tuple[Path, FileGroup]] = {}

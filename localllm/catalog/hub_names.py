@@ -16,7 +16,9 @@ DEFAULT_QUANT = "Q4_K_M"
 #: Name of the model in localllm's package, unless a file has this name.
 DEMO = "demo"
 
-_NAME = re.compile(r"(?P<repo>[a-z0-9][\w.-]*/[a-z0-9_][\w.-]*)(:(?P<choice>.+))?", re.ASCII | re.IGNORECASE)
+#: A repository on the hub, ORG/REPO.
+REPOSITORY = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9_][\w.-]*", re.ASCII | re.IGNORECASE)
+_NAME = re.compile(rf"(?P<repo>{REPOSITORY.pattern})(:(?P<choice>.+))?", re.ASCII | re.IGNORECASE)
 #: The address of a repository on the hub, or of a file in it.
 _ADDRESS = re.compile(
     r"(?:hf://|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)(?P<repo>[^/?#:]+/[^/?#:]+)"
@@ -107,8 +109,9 @@ def choose(name: HubName, groups: Sequence[FileGroup], source: str) -> FileGroup
             f"its checkpoint: localllm convert {name.repo}"
         )
     if name.choice is None:
-        if len(groups) == 1:
-            return groups[0]
+        models = _without_drafters(groups)
+        if len(models) == 1:
+            return models[0]
         matches = matching(DEFAULT_QUANT, groups)
         if len(matches) == 1:
             return matches[0]
@@ -122,8 +125,11 @@ def choose(name: HubName, groups: Sequence[FileGroup], source: str) -> FileGroup
     raise UsageError(f"{source} has no {name.choice!r}: there are {choices(name, groups)}")
 
 
-def matching(choice: str, groups: Iterable[FileGroup]) -> list[FileGroup]:
-    """Return the groups that ``choice`` means: by file, else by quantisation, else by a word of the name."""
+def matching(choice: str, groups: Iterable[FileGroup]) -> Sequence[FileGroup]:
+    """Return the groups that ``choice`` means: by file, else by quantisation, else by a word of the name.
+
+    Drafters are omitted unless the choice is the name of a file, or means only drafters.
+    """
     file_name = choice.lower()
     word = re.compile(rf"(?<![a-z0-9_]){re.escape(choice)}(?![a-z0-9_])", re.IGNORECASE)
 
@@ -133,8 +139,15 @@ def matching(choice: str, groups: Iterable[FileGroup]) -> list[FileGroup]:
 
     for fits in (is_file, lambda group: group.quant == choice.upper(), lambda group: word.search(group.stem)):
         if matches := [group for group in groups if fits(group)]:
-            return matches
+            return matches if fits is is_file else _without_drafters(matches)
     return []
+
+
+def _without_drafters(groups: Sequence[FileGroup]) -> Sequence[FileGroup]:
+    # Imported here because many commands parse no more than a name.
+    from localllm.loading.projector_files import is_drafter
+
+    return [group for group in groups if not is_drafter(group.names[0])] or groups
 
 
 def choices(name: HubName, groups: Sequence[FileGroup], some: Sequence[FileGroup] | None = None) -> str:

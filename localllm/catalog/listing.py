@@ -18,6 +18,7 @@ from localllm.catalog.demo import demo_path
 from localllm.catalog.file_details import Details, DetailsReader
 from localllm.catalog.hub_cache import cached_models, cached_repos, hub_cache
 from localllm.catalog.hub_names import DEMO, FileGroup, group_files, label
+from localllm.catalog.known_models import short_names
 from localllm.errors import ModelNotFoundError
 
 #: Limits of a search, because a user might name a whole disk: depth of folders, and number of entries.
@@ -33,7 +34,7 @@ class LocalModel:
     n_files: int = 1
     details: Details | None = None  # contents of the header; None before it is read
     error: str | None = None  # missing files of a split model
-    aliases: tuple[str, ...] = ()  # Ollama's other names of the same file
+    aliases: tuple[str, ...] = ()  # other names of the same file: short names, and Ollama's
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class _Search:
                 continue
             groups = [group for _, group in models]
             for path, group in sorted(models, key=lambda model: model[1].names):
-                self._add(f"{repo}:{label(group, groups)}", path, group)
+                self._add(f"{repo}:{label(group, groups)}", path, group, short_names(repo, group.quant))
 
     def ollama(self) -> None:
         """Add Ollama's models, each file once with all its names."""

@@ -21,6 +21,7 @@ from typing import Any
 from localllm.catalog.hub import Hub, RemoteFile, is_passing, seconds_to_wait
 from localllm.catalog.hub_cache import hub_cache, repo_folder
 from localllm.catalog.hub_names import FileGroup, HubName, choose, group_files
+from localllm.catalog.known_models import advice, hub_name, known_model
 from localllm.errors import GGUFError, HubError, UsageError
 from localllm.gguf import GGUFFile
 
@@ -40,27 +41,29 @@ def pull(name: str, progress: PullProgress | None = None) -> Path:
 
     Also downloads the encoder of images and audio (``mmproj-….gguf``) in the model's folder on the hub, if any.
 
-    ``name``: ``ORG/REPO``, ``ORG/REPO:QUANT`` or ``ORG/REPO:FILE``; see `localllm.catalog.hub_names.choose`.
+    ``name``: ``ORG/REPO``, ``ORG/REPO:QUANT`` or ``ORG/REPO:FILE`` (see `localllm.catalog.hub_names.choose`), or a
+    short name such as ``qwen3.5:4b`` (see `localllm.catalog.known_models`). The available memory chooses its format.
 
     Raises:
         HubError: the download failed; the message names the reason.
         UsageError: the name is invalid or ambiguous.
     """
-    return _puller(name, progress).model()
+    remote = hub_name(name)
+    if remote is None:
+        remedy = advice(name)
+        if remedy is None:
+            remedy = "write ORG/REPO, or ORG/REPO:QUANT; https://huggingface.co/models?library=gguf lists them"
+        raise UsageError(f"{name!r:.80} is not the name of a model on the hub: {remedy}")
+    known = None if HubName.parse(name) is not None else known_model(name)
+    return _Puller(remote, progress).model(with_encoder=known is None or known[0].projector is not None)
 
 
 def pull_checkpoint(name: str, progress: PullProgress | None = None) -> Path:
     """Download the files of a checkpoint, ``ORG/REPO``, that are not cached. Returns its folder in the cache."""
-    return _puller(name, progress).checkpoint()
-
-
-def _puller(name: str, progress: PullProgress | None) -> _Puller:
-    hub_name = HubName.parse(name)
-    if hub_name is None:
-        fault = f"{name!r:.80} is not the name of a model on the hub"
-        advice = "write ORG/REPO, or ORG/REPO:QUANT; https://huggingface.co/models?library=gguf lists them"
-        raise UsageError(f"{fault}: {advice}")
-    return _Puller(hub_name, progress or (lambda stage, n_bytes, total: None))
+    remote = HubName.parse(name)
+    if remote is None:
+        raise UsageError(f"{name!r:.80} is not the name of a checkpoint on the hub: write ORG/REPO")
+    return _Puller(remote, progress).checkpoint()
 
 
 def _is_of_checkpoint(name: str) -> bool:
@@ -79,18 +82,19 @@ def _encoder(group: FileGroup, names: Iterable[str]) -> list[str]:
 
 
 class _Puller:
-    def __init__(self, name: HubName, progress: PullProgress) -> None:
+    def __init__(self, name: HubName, progress: PullProgress | None) -> None:
         self._hub = Hub(name.repo)
         self._name = name
-        self._progress = progress
+        self._progress: PullProgress = progress or (lambda stage, n_bytes, total: None)
         self._folder = repo_folder(name.repo)
 
-    def model(self) -> Path:
+    def model(self, *, with_encoder: bool) -> Path:
         commit, files = self._hub.files(lambda name: name.lower().endswith(".gguf"))
         group = choose(self._name, group_files({file.name: file.n_bytes for file in files.values()}), self._name.repo)
         if not group.is_complete:
             raise HubError(f"{self._name.repo} has not all files of {group.stem}: choose another model")
-        paths = self._get([files[name] for name in (*group.names, *_encoder(group, files))], commit)
+        encoder = _encoder(group, files) if with_encoder else []
+        paths = self._get([files[name] for name in (*group.names, *encoder)], commit)
         self._check_model(paths, group)
         return paths[0]
 

@@ -16,11 +16,12 @@ import psutil
 import localllm
 from localllm.catalog.find import model_path
 from localllm.catalog.listing import demo_model, find_models, read_details
+from localllm.catalog.pull import pull
 from localllm.cli.commands.generate import describe, generation_options, load_model, plan_reporter
 from localllm.cli.defaults import apply_settings
 from localllm.cli.interrupt import INTERRUPTED
-from localllm.console import LoadStatus, is_terminal, say, short_count, visible_line, warn
-from localllm.errors import LocalLLMError, StoreError, UsageError
+from localllm.console import LoadStatus, is_terminal, quantity, say, short_count, visible_line, warn
+from localllm.errors import HubError, LocalLLMError, StoreError, UsageError
 from localllm.kernels.cpu.host import available_memory
 from localllm.llm import LLM
 from localllm.loading.devices import gpu_memory
@@ -36,7 +37,7 @@ from localllm.tui.chat.pieces import ranked, ranked_by_vectors
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Toolbox
 from localllm.tui.line_mode import InputReader, LineChat
-from localllm.tui.setup import ModelEntry, Setup
+from localllm.tui.setup import ModelEntry, Offer, Setup
 from localllm.tui.storage.chats import Store, default_path
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 #: Folder of evaluated prompts, next to the chats.
 PROMPT_CACHE = "prompt-cache"
+
+#: Abilities that an offer mentions.
+MEDIA = ("images", "audio")
 
 #: Maximum seconds to retry saving when the program ends.
 _FLUSH_SECONDS = 5.0
@@ -81,6 +85,8 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
     def next_to_chats(name: str) -> Path | None:
         return None if store.path is None else store.path.with_name(name)
 
+    offers_models = not (names_model or model or question) and is_first_start(store, defaults.model_folders)
+
     if arguments.prompt_cache is None and not arguments.no_prompt_cache:
         arguments.prompt_cache = next_to_chats(PROMPT_CACHE)
 
@@ -106,6 +112,9 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
         load=load,
         check=check,
         list_models=lambda: list_models(defaults.model_folders, arguments.device),
+        offers=offers if offers_models else None,
+        download_label=download_label,
+        pull=pull,
         memory=lambda: int(psutil.Process().memory_info().rss),
         more=more,
         when_full=None if arguments.when_full == "ask" else arguments.when_full,
@@ -137,6 +146,40 @@ def run(arguments: argparse.Namespace) -> int | None:
         if not arguments.quiet:
             _print_how_to_continue(sessions[-1])
         return code
+
+
+def is_first_start(store: Store, folders: Sequence[Path]) -> bool:
+    """Return whether there is no saved chat, and no model on this machine except the demo model."""
+    return not store.sessions(limit=1) and not find_models(folders).models
+
+
+def offers() -> list[Offer]:
+    """Return models to download that fit this machine. Measures its memory bandwidth, in a second or two."""
+    from localllm.catalog.suggestions import suggest_here  # imported here because only the first start needs it
+
+    models = []
+    for suggestion in suggest_here("chat"):
+        model, speed = suggestion.model, suggestion.tokens_per_s
+        facts = [quantity(model.n_bytes(suggestion.format), "B")]
+        facts += [] if speed is None else [f"about {speed:.0f} tokens/s"]
+        facts += [f"takes {' and '.join(kinds)}"] if (kinds := [a for a in model.abilities if a in MEDIA]) else []
+        models.append(Offer(model.name, f"{model.name}: {', '.join(facts)}"))
+    return models
+
+
+def download_label(name: str) -> str | None:
+    """Return a label for downloading a model that is not on this machine; None if its name cannot be on the hub."""
+    from localllm.catalog.hub_names import HubName  # imported here because most chats download nothing
+    from localllm.catalog.known_models import available_bytes, known_model
+
+    if HubName.parse(name) is not None:
+        return None if os.path.lexists(name) else "Download it from the hub"
+    if (known := known_model(name)) is None:
+        return None
+    model, format = known
+    if format is None or format not in model.formats:
+        format = model.format_for(available_bytes())
+    return f"Download it ({quantity(model.n_bytes(format), 'B')})"
 
 
 def is_here(model: str, folders: Iterable[Path]) -> bool:
@@ -195,7 +238,13 @@ def _run_plain(arguments: argparse.Namespace, setup: Setup, sessions: list[ChatS
             describe(llm.info, verbose=arguments.verbose)
         return llm
 
-    session = setup.session(load(setup.first_model or ""), setup.conversation)
+    name = setup.first_model or ""
+    try:
+        if setup.offers is not None and is_terminal(sys.stdin) and is_terminal(sys.stderr):
+            name = setup.conversation.model = _offered(setup.offers(), quiet=arguments.quiet)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    session = setup.session(load(name), setup.conversation)
     if (warning := session.mark_open()) is not None:
         warn(warning)
     lines = InputReader(setup.history and setup.history.with_suffix(""))
@@ -208,6 +257,34 @@ def _run_plain(arguments: argparse.Namespace, setup: Setup, sessions: list[ChatS
         sessions += [*chat.unsaved, chat.session]
         chat.close()
     return 0
+
+
+def _offered(offers: Sequence[Offer], *, quiet: bool) -> str:
+    """Let the user choose and download a model before the first chat. Returns its name, or "" for the demo model."""
+    from localllm.cli.commands.pull import download  # imported here because most chats download nothing
+
+    if not offers:
+        return ""
+    say("Only the small demo model is on this machine. A number downloads a model, Enter keeps the demo model:")
+    for i, offer in enumerate(offers, 1):
+        say(f"  {i}  {offer.label}")
+    while True:
+        try:
+            answer = input("> ").strip()
+        except EOFError:
+            return ""
+        if not answer:
+            return ""
+        if answer.isdecimal() and 1 <= int(answer) <= len(offers):
+            name = offers[int(answer) - 1].name
+            break
+        say(f"write a number from 1 to {len(offers)}, or nothing")
+    try:
+        download(name, quiet=quiet)
+    except HubError as error:
+        warn(f"{error}; the demo model replies instead")
+        return ""
+    return name
 
 
 def _question(arguments: argparse.Namespace) -> str:

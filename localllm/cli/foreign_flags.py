@@ -152,8 +152,8 @@ def in_our_command(line: Sequence[str]) -> list[str]:
         return ["--version"]
     if word == "gguf-merge":
         return ["split", "--merge", *remaining]
-    if word == "run" and (single_answer := _single_answer(remaining)):
-        return single_answer
+    if word == "run":
+        return _run(remaining)
     if (ours := command_aliases().get(word)) is not None:
         return [ours, *remaining]
     list_of_commands = f"the commands are {', '.join(commands)}"
@@ -166,21 +166,28 @@ def in_our_command(line: Sequence[str]) -> list[str]:
     raise UsageError(f"there is no command {word!r}: {OTHER_COMMANDS.get(word, list_of_commands)}")
 
 
-def _single_answer(words_after_run: Sequence[str]) -> list[str] | None:
-    """Return the command line for ``ollama run`` with a prompt, which is answered once; None for a chat."""
-    parser = parser_of("generate")
-    try:
-        line, _, _ = in_our_flags("generate", words_after_run, parser.flags)
-        arguments, words = parser.parse_known_args(line)
-    except UsageError:
-        return None
-    if len(words) < 2 and arguments.prompt is None and arguments.file is None:
-        return None
-    flags = list(words_after_run)
-    for word in words:
-        flags.remove(word)
-    prompt = ["-p", " ".join(words[1:])] if words[1:] else []
-    return ["generate", *(["-m", words[0]] if words else []), *prompt, *flags]
+def _run(words_after_run: Sequence[str]) -> list[str]:
+    """Return the command line for ``ollama run``: a single answer if there is a prompt, otherwise a chat.
+
+    The model is downloaded if it is not on this machine, as by Ollama.
+    """
+    for command in ("generate", "chat"):  # the chat has more flags
+        parser = parser_of(command)
+        try:
+            line, _, _ = in_our_flags(command, words_after_run, parser.flags)
+            arguments, words = parser.parse_known_args(line)
+        except UsageError:
+            continue
+        words = vars(arguments).get("words") or words
+        is_answered = command == "generate" and (len(words) > 1 or arguments.prompt or arguments.file)
+        flags = list(words_after_run)
+        for word in words:
+            flags.remove(word)
+        model, prompt = ["-hf", *words[:1]] if words else [], words[1:]
+        if is_answered:
+            return ["generate", *model, *(["-p", " ".join(prompt)] if prompt else []), *flags]
+        return ["chat", *model, *prompt, *flags]
+    return ["chat", *words_after_run]
 
 
 def _line(*words: str) -> str:

@@ -14,6 +14,8 @@ _NO_NAME = re.compile(
     r"|-\d{5}-of-\d{5}(?=\.gguf$)|\.gguf$|(?<![a-z0-9])(?:mmproj|ggml|gguf|imat)(?![a-z0-9])"
     r"|(?<![a-z0-9])(?:text[-_]model|vision[-_]model|model)(?![a-z0-9])"
 )
+#: Starts of the names of drafters, which repositories store next to their model.
+_DRAFTERS = ("mtp-", "eagle3-", "dflash-", "dspark-")
 
 
 def find_projectors(path: Path) -> tuple[list[Path], list[Path]]:
@@ -38,7 +40,7 @@ def projector_names(model: str, names: Iterable[str]) -> list[str]:
     names = list(names)
     words = _words(model)
     projectors = {name: _words(name) for name in names if _is_projector(name)}
-    models = {_words(name) for name in names if not _is_projector(name) and "imatrix" not in name.lower()}
+    models = {_words(name) for name in names if _is_model(name)}
     is_alone = models <= {words}
     is_one_family = all(_is_start(words, m) or _is_start(m, words) for m in models)
     matching = [
@@ -72,6 +74,15 @@ def _words(name: str) -> tuple[str, ...]:
 
 def _is_start(start: tuple[str, ...], words: tuple[str, ...]) -> bool:
     return words[: len(start)] == start
+
+
+def is_drafter(name: str) -> bool:
+    """Return whether a file is a drafter of another model, by its name."""
+    return name.rpartition("/")[2].lower().startswith(_DRAFTERS)
+
+
+def _is_model(name: str) -> bool:
+    return not _is_projector(name) and not is_drafter(name) and "imatrix" not in name.lower()
 
 
 def _is_projector(name: str) -> bool:

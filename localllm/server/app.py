@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from localllm.errors import LocalLLMError
 from localllm.server import (
     anthropic,
+    downloads,
     embeddings,
     llamacpp,
     lm_studio,
@@ -78,6 +79,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/openapi.json",), _openapi, None),
     ("GET", ("/v1/models", "/models"), openai.models, None),
     ("GET", ("/models/sse",), model_control.events, None),
+    ("GET", ("/models/catalog",), downloads.catalog, None),
     ("POST", ("/models/load",), model_control.load, model_control.ModelName),
     ("POST", ("/models/unload",), model_control.unload, model_control.ModelName),
     ("GET", ("/running",), model_control.running, None),
@@ -113,7 +115,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/api/version",), ollama.version, None),
     ("POST", ("/api/show",), ollama.show, ollama.OllamaRequest),
     ("POST", ("/api/pull",), ollama.pull, ollama.OllamaRequest),
-    ("DELETE", ("/api/delete",), _refuse_change, None),
+    ("DELETE", ("/api/delete",), ollama.delete, ollama.OllamaRequest),
     ("POST", ("/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}"), _refuse_change, None),
     ("GET", ("/api/v0/models",), lm_studio.models_v0, None),
     ("GET", ("/api/v0/models/{name:path}",), lm_studio.model_v0, None),
@@ -190,6 +192,7 @@ class App:
     loads_first: bool = False  # whether to load the first model at the start
     has_slots: bool = True  # whether ``/slots`` answers
     monitoring: Monitoring = field(default_factory=Monitoring)  # metrics, logs and traces
+    may_pull: bool = False  # whether requests may download and delete models
     dispatcher: Dispatcher = field(init=False)  # submits requests to the models
     routes: Sequence[Route] = field(init=False)  # all endpoints
     asgi: ASGIApp = field(init=False)  # the application for a server such as uvicorn
@@ -200,6 +203,7 @@ class App:
         self.models.describe = llamacpp.described
         metrics = Metrics(self.models, per_key=self.monitoring.metrics_per_key)
         self.dispatcher = Dispatcher(self.models, ResponseStore(self.responses_folder), metrics)
+        self.dispatcher.may_pull = self.may_pull
         paths: dict[str, _Path] = {}
         for method, names, endpoint, body_type in _ENDPOINTS:
             for name in names:

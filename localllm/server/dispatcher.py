@@ -79,6 +79,7 @@ class Dispatcher:
         self.is_starting = False  # the first model is still loading
         self.is_stopping = False  # new requests are rejected
         self.is_cut = False  # running replies were ended
+        self.may_pull = False  # whether requests may download and delete models
         # Tokenizing a prompt and rendering a template must not block the event loop.  Longer work, such as embedding
         # many texts, has separate threads, so that chats do not wait for it.  Long requests have only two threads,
         # because more threads would compete with the decoding threads for the cores.

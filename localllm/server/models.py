@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from localllm.catalog.demo import demo_path
 from localllm.catalog.file_details import Details, DetailsReader
+from localllm.catalog.known_models import known_model
 from localllm.engine.engine import Counts
 from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
 from localllm.inspection.steering import Steering
@@ -148,7 +149,8 @@ class Models:
         aliases = sorted(aliases)
         self.served: dict[str, ServedModel] = {}  # by name; the first is the default
         self._by_key: dict[str, ServedModel] = {}
-        shared = Preset(None, load, adapters=adapters or {}, context=context, has_media_file=has_media_file)
+        shared = Preset(None, load, ttl_s, adapters=adapters or {}, context=context, has_media_file=has_media_file)
+        self._shared = shared
         for key, source in sources.items():
             preset = source if isinstance(source, Preset) else shared._replace(source=source)
             name = key
@@ -180,7 +182,9 @@ class Models:
             raise UnknownModelError("this key may use no model here: an administrator must add one")
         if not name:
             return visible[0]
-        model = self._by_key.get(_key(name), visible[0] if self._takes_any_name else None)
+        model = self._by_key.get(_key(name)) or self._by_short_name(name)
+        if model is None and self._takes_any_name:
+            model = visible[0]
         if model not in visible:
             names = ", ".join(each.name for each in visible[:5]) + (", …" if len(visible) > 5 else "")
             raise UnknownModelError(
@@ -203,12 +207,32 @@ class Models:
 
     def has(self, name: str | None) -> bool:
         """Return whether a model that the current request may use has exactly this name."""
-        return self._by_key.get(_key(name or "")) in self.visible()
+        return (self._by_key.get(_key(name or "")) or self._by_short_name(name or "")) in self.visible()
 
     @property
     def n_loads(self) -> int:
         """Number of loads of all models."""
         return sum(model.n_loads for model in self.served.values())
+
+    def _by_short_name(self, name: str) -> ServedModel | None:
+        """Return the model of the hub that a short name means, such as qwen3.5:4b."""
+        known = known_model(name)
+        if known is None:
+            return None
+        model, format = known
+        keys = (_key(f"{model.repository}:{format_}") for format_ in (model.formats if format is None else (format,)))
+        return next((self._by_key[key] for key in keys if key in self._by_key), None)
+
+    def add(self, name: str, source: str) -> None:
+        """Add a model, with the server's options."""
+        model = ServedModel(name, self._shared._replace(source=source), self._shared.ttl_s, {**self._shared.adapters})
+        self.served[name] = self._by_key[_key(name)] = model
+
+    async def remove(self, served: ServedModel) -> None:
+        """Unload a model, which ends its requests, and remove it from the table."""
+        await self.unload(served)
+        del self.served[served.name]
+        self._by_key = {key: model for key, model in self._by_key.items() if model is not served}
 
     async def listed(self) -> list[ServedModel]:
         """Return the visible models, with `ServedModel.details` read from the files' headers."""

@@ -24,6 +24,7 @@ from localllm.chat.tool_choice import choose_tools
 from localllm.engine.media import text_ids
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
+from localllm.server import downloads
 from localllm.server.answers import (
     GenerationFields,
     GenerationJob,
@@ -340,11 +341,16 @@ async def show(request: Request, dispatcher: Dispatcher, body: OllamaRequest) ->
 
 
 async def pull(request: Request, dispatcher: Dispatcher, body: OllamaRequest) -> Response:
-    name = body.model or body.name
+    name = body.model or body.name or ""
     if not dispatcher.models.has(name):
-        raise HTTPError(403, "requests download nothing: run localllm pull where the server runs, and start it again")
+        return await downloads.pull(dispatcher, name, is_streamed=body.stream)
     status = {"status": "success"}
     return Response(_line(status), media_type="application/x-ndjson") if body.stream else json_response(status)
+
+
+async def delete(request: Request, dispatcher: Dispatcher, body: OllamaRequest) -> Response:
+    await downloads.delete(dispatcher, body.model or body.name or "")
+    return Response()
 
 
 async def version(request: Request, dispatcher: Dispatcher) -> Response:

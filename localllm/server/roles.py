@@ -81,6 +81,7 @@ _ROUTES = {
         POST /infill
     """,
     ADMIN: """
+        GET /models/catalog
         POST /models/load
         POST /models/unload
         GET /unload

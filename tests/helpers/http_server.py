@@ -155,10 +155,12 @@ def serving(
     trusted_proxies: Sequence[str] = (),
     listening: AbstractContextManager[socket.socket] | None = None,
     monitoring: Monitoring | None = None,
+    may_pull: bool = False,
     **options: Any,
 ) -> Iterator[Serving]:
     models = Models(sources or dict.fromkeys(names), load, **options)
-    app = App(models, limits or Limits(), responses_folder, loads_first, monitoring=monitoring or Monitoring())
+    limits, monitoring = limits or Limits(), monitoring or Monitoring()
+    app = App(models, limits, responses_folder, loads_first, monitoring=monitoring, may_pull=may_pull)
     server = Server(app, grace_s=grace_s, trusted_proxies=trusted_proxies)
     with listening or listen("127.0.0.1", 0) as opened:
         address = opened.getsockname()  # a string for a Unix socket

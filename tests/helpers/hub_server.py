@@ -16,9 +16,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import huggingface_hub
+import pytest
+
+from localllm.catalog import pull as pulling
 
 COMMIT = "c0ffee" + "0" * 34
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 @dataclass
@@ -38,6 +45,7 @@ class Repo:
         wait: Retry-After of those answers.
         commit: the newest commit.
         waits: whether the second half of an answer is held back while the server runs.
+        about: further values of the listing.
     """
 
     files: dict[str, bytes]
@@ -52,6 +60,7 @@ class Repo:
     wait: str = ""
     commit: str = COMMIT
     waits: bool = False
+    about: dict[str, object] = field(default_factory=dict)
 
     def hash(self, name: str) -> str:
         data = self.files[name]
@@ -78,6 +87,8 @@ class HubServer:
         listings: raw answers for repositories.
         endless: repositories whose answer never ends, with its status.
         n_endless: number of bytes sent in endless answers.
+        searches: queries of searches.
+        found: raw answer to searches; None: the repositories whose names contain the words.
     """
 
     endpoint: str
@@ -86,6 +97,8 @@ class HubServer:
     listings: dict[str, bytes] = field(default_factory=dict)
     endless: dict[str, int] = field(default_factory=dict)
     n_endless: int = 0
+    searches: list[str] = field(default_factory=list)
+    found: bytes | None = None
     is_ending: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -111,6 +124,28 @@ def hub_server() -> Iterator[HubServer]:
         thread.join()
 
 
+def hub_variables(hub: HubServer, home: Path) -> dict[str, str]:
+    """Return the environment in which huggingface_hub uses this hub without a token."""
+    return {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+
+
+@contextmanager
+def hub_of_this_process(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """Run a hub during the block, which this process uses. ``home``: folder of the cache."""
+    with hub_server() as server:
+        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
+        for name in PROXIES:
+            monkeypatch.delenv(name, raising=False)
+            monkeypatch.delenv(name.lower(), raising=False)
+        for name, value in hub_variables(server, home).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(pulling, "RETRY_SECONDS", (0.0, 0.0))
+        huggingface_hub.close_session()  # it caches proxies
+        yield server
+        huggingface_hub.close_session()
+
+
 class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
 
@@ -127,6 +162,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if listed := re.fullmatch(r"/api/models/([^/]+/[^/]+)", path):
             self._list(listed[1])
+        elif path == "/api/models":
+            self._search(urlsplit(self.path).query)
         elif file := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._file(file[1], file[2], file[3])
         else:
@@ -160,7 +197,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(*repo.refusal)
         elif not self._is_busy(repo, ""):
             siblings = [repo.listing(file) for file in repo.files]
-            self._send(200, json.dumps({"id": name, "sha": repo.commit, "siblings": siblings}).encode())
+            self._send(200, json.dumps({"id": name, "sha": repo.commit, "siblings": siblings, **repo.about}).encode())
+
+    def _search(self, query: str) -> None:
+        self.hub.searches.append(query)
+        words = parse_qs(query)["search"][0].lower()
+        found = [{"id": name, **repo.about} for name, repo in self.hub.repos.items() if words in name.lower()]
+        self._send(200, json.dumps(found).encode() if self.hub.found is None else self.hub.found)
 
     def _file(self, name: str, revision: str, file: str) -> None:
         repo, asked = self.hub.repos[name], self.headers.get("Range")

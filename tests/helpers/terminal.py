@@ -29,12 +29,16 @@ class Terminal:
         )
         return done.stdout.decode()
 
-    def start(self, *arguments: str, program: Sequence[str] = ()) -> None:
-        """Run a localllm command line or another program; prints its exit code when it ends."""
+    def start(self, *arguments: str, program: Sequence[str] = (), **more: str) -> None:
+        """Run a localllm command line or another program; prints its exit code when it ends.
+
+        ``more``: environment variables.
+        """
         variables = environment(
             LOCALLLM_DATA=str(self._folder / "data"),
             LOCALLLM_CONFIG=str(self._folder / "config.toml"),
             TERM="screen-256color",
+            **more,
         )
         given = [f"{name}={value}" for name, value in variables.items() if not name.startswith("TMUX")]
         line = shlex.join(["env", "-i", *given, *(program or command(*arguments))])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
-from localllm.errors import ModelNotFoundError, NotEnoughMemoryError
+from localllm.errors import HubError, ModelNotFoundError, NotEnoughMemoryError
 from localllm.options.types import LoadProgress
 from localllm.tui.app import ChatApp
 from localllm.tui.chat.conversation import ChatMessage, Conversation
-from localllm.tui.setup import ModelEntry
+from localllm.tui.setup import ModelEntry, Offer
 from tests.helpers.chat_app import LIMIT, AppModel, AppStore, Chat, chatting, setup, starting, talk
 
 ENTRIES = (
@@ -190,6 +191,126 @@ async def test_models_that_are_chosen_while_a_reply_stops(when_full: str | None)
         assert chat.app._chat.models.name == models[-1][0] == "c"
         assert [model.closed for _, model in models] == [True] * (len(models) - 1) + [False]
         assert chat.app.session.model is models[-1][1]
+
+
+OFFERS = [Offer("large:9b", "large:9b: 6 GB to download, about 9 tokens/s here"), Offer("small:1b", "small:1b: 1 GB")]
+
+
+def offering(pull: Callable[[str, LoadProgress], object], loaded: list[str], **fields: Any) -> ChatApp:
+    """Return an app at its first start. ``loaded`` collects the names of loaded models."""
+
+    def load(name: str, progress: LoadProgress) -> AppModel:
+        loaded.append(name)
+        return AppModel([f"by {name or 'demo'}"])
+
+    return ChatApp(setup(AppModel(), load=load, pull=pull, offers=lambda: OFFERS, first_model="", **fields))
+
+
+async def test_the_first_start_downloads_the_chosen_model() -> None:
+    halt, loaded = Halt(), list[str]()
+
+    def pull(name: str, progress: LoadProgress) -> None:
+        for stage, step in (("download", "half"), ("check", "whole")):
+            progress(stage, 500_000_000, 1_000_000_000)
+            halt.here(step)
+        loaded.append(f"pulled {name}")
+
+    halt.at("half")
+    async with starting(offering(pull, loaded)) as chat:
+        await chat.sees("Which model?")
+        await chat.sees("large:9b: 6 GB to download, about 9 tokens/s here")
+        await chat.sees("Chat with the demo model")
+        assert loaded == []
+        await chat.press("down", "enter")
+        await chat.sees("downloading 500 MB of 1 GB")
+        await chat.say("hello")
+        halt.step = "whole"
+        halt.goes.set()
+        await chat.until(lambda: texts(chat) == ["hello", "by small:1b"])
+        await chat.rest()
+        assert loaded == ["pulled small:1b", "small:1b"]
+        assert chat.app._chat.session.conversation.model == "small:1b"
+
+
+@pytest.mark.parametrize("keys", [("escape",), ("down", "down", "enter")])
+async def test_the_first_start_can_keep_the_demo_model(keys: tuple[str, ...]) -> None:
+    loaded: list[str] = []
+
+    def pull(name: str, progress: LoadProgress) -> None:
+        raise AssertionError
+
+    async with starting(offering(pull, loaded)) as chat:
+        await chat.sees("Which model?")
+        await chat.press(*keys)
+        await chat.ask("hello")
+        assert loaded == [""]
+
+
+async def test_a_first_download_without_a_network_leads_to_the_demo_model() -> None:
+    loaded: list[str] = []
+
+    def pull(name: str, progress: LoadProgress) -> None:
+        raise HubError("the hub cannot be reached: check the network")
+
+    async with starting(offering(pull, loaded)) as chat:
+        await chat.sees("Which model?")
+        await chat.press("enter")
+        await chat.sees("large:9b cannot be loaded")
+        await chat.sees("the hub cannot be reached: check the network")
+        await chat.sees("Back to the demo model")
+        await chat.press("enter")
+        await chat.ask("hello")
+        assert loaded == [""]
+
+
+async def test_a_model_that_is_not_here_is_downloaded_on_request() -> None:
+    here, loaded = {""}, list[str]()
+
+    def load(name: str, progress: LoadProgress) -> AppModel:
+        loaded.append(name)
+        return AppModel([f"by {name}"])
+
+    def check(name: str) -> None:
+        if name not in here:
+            raise ModelNotFoundError(f"{name} is not on this machine")
+
+    def pull(name: str, progress: LoadProgress) -> None:
+        here.add(name)
+
+    def label(name: str) -> str | None:
+        return "Download it (2 GB)" if name == "qwen" else None
+
+    built = setup(AppModel(), load=load, check=check, pull=pull, download_label=label)
+    async with chatting(built) as chat:
+        await chat.say("/model other")
+        await chat.sees("other is not on this machine")
+        assert "Download" not in chat.screen
+        await chat.press("escape")
+        await chat.say("/model qwen")
+        await chat.sees("Download it (2 GB)")
+        await chat.press("enter")
+        await chat.until(lambda: loaded[-1] == "qwen")
+        await chat.rest()
+        await chat.ask("hello")
+        assert texts(chat)[-1] == "by qwen"
+
+
+async def test_quitting_ends_a_download() -> None:
+    waits, done = threading.Event(), list[int]()
+
+    def pull(name: str, progress: LoadProgress) -> None:
+        for i in range(10_000):
+            progress("download", i, 10_000)
+            done.append(i)
+            waits.wait(0.01)
+
+    async with starting(offering(pull, [])) as chat:
+        await chat.sees("Which model?")
+        await chat.press("enter")
+        await chat.sees("downloading")
+        await chat.press("ctrl+q")
+        await chat.until(lambda: not chat.app.is_running)
+    assert len(done) < 10_000
 
 
 async def test_quitting_ends_loading() -> None:

@@ -25,7 +25,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     # The reference backend is slow and this reply is endless, so it can be interrupted on any machine.
     slowly = ("--device", "reference", "--ignore-eos")
-    terminal.start("chat", "--temp", "0", *slowly)
+    terminal.start("chat", "-m", "demo", "--temp", "0", *slowly)
     terminal.sees("localllm demo · reference", "Type a message")
     # All keys at once, like a fast typist: the text must arrive before it is sent.
     terminal.press("Tell me a story about a boat, and another one, and another one", "Enter")
@@ -63,7 +63,7 @@ from tests.helpers.chat_app import AppModel
 call = '<tool_call>{"name": "numbers__add", "arguments": {"a": 2, "b": 40}}</tool_call>'
 replies = [call, lambda messages: f"It is **{messages[-1]['content']}**."]
 launch.load_model = lambda *arguments: AppModel(replies, context=10_000)
-sys.exit(main(["chat"]))
+sys.exit(main(["chat", "-m", "demo"]))
 """
 
 

@@ -127,7 +127,9 @@ class ChatScreen(Screen[None]):
         first, saved = self.app.setup.first_model, self.session.conversation.model
         name = saved if first is None else first
         # Start loading before any key is handled: a /model typed ahead must come later, and Ctrl+Q must cancel it.
-        self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
+        offers = self.app.setup.offers is not None
+        loading = self.models.choose_first(name) if offers else self.models.load(name, keeps=name == saved)
+        self.app.spawn(loading, group="loading")
         if self.app.setup.question:
             self._send(self.app.setup.question)
         notices = list(self.app.setup.notices)

@@ -113,11 +113,16 @@ class Loading:
             raise Cancelled
         if stage == "weights":
             self.progress = ("loading weights", done / total if total else None)
+        elif stage in _DOWNLOADS:
+            shown = f"{_DOWNLOADS[stage]} {quantity(done, 'B')} of {quantity(total, 'B')}"
+            self.progress = (shown, done / total if total else None)
         elif done < total:
             formats = f" for {self.formats}" if self.formats else ""
             self.progress = (f"compiling kernels{formats}: {total - done} left", None)
 
 
+#: Words for the stages of a download.
+_DOWNLOADS = {"download": "downloading", "check": "checking"}
 #: Interval in seconds between updates of the loading progress.
 _PERIOD = 0.1
 
@@ -159,6 +164,7 @@ class ModelLoader(Generic[Chat]):
         self.n_comparisons = 0  # running comparisons (/compare), until whose end new messages wait
         self._app = app
         self._loading: Loading | None = None
+        self._downloads: set[str] = set()  # names that the user chose to download
         self._one_at_a_time = asyncio.Lock()
 
     def cancel(self) -> None:
@@ -175,9 +181,14 @@ class ModelLoader(Generic[Chat]):
                 await self._app.in_thread(self._app.setup.check, name)
             except LocalLLMError as error:
                 back = "Back" if self.model is None else f"Back to {_title(self.name)}"
-                if await self._ask(name, error, ("back", back), _OTHER) == "other":
+                label = await self._app.in_thread(self._app.setup.download_label, name)
+                download = [] if label is None else [("download", label)]
+                answer = await self._ask(name, error, *download, ("back", back), _OTHER)
+                if answer == "other":
                     await self.choose()
-                return
+                if answer != "download":
+                    return
+                self._downloads.add(name)
         self._app.keys.go_on()
         await self.load(name)
 
@@ -203,7 +214,7 @@ class ModelLoader(Generic[Chat]):
         """Load a model and pass it to all chats. Returns the error if loading fails, otherwise None."""
         if loading.cancelled.is_set():
             return None
-        thread = asyncio.create_task(self._app.in_thread(self._app.setup.load, loading.name, loading))
+        thread = asyncio.create_task(self._app.in_thread(self._pull_and_load, loading))
         while not thread.done():
             text, share = loading.progress
             self._show(activity=text, progress=share)
@@ -235,6 +246,11 @@ class ModelLoader(Generic[Chat]):
                 self.send_pending()
         return None
 
+    def _pull_and_load(self, loading: Loading) -> ChatModel:
+        if loading.name in self._downloads:
+            self._app.setup.pull(loading.name, loading)
+        return self._app.setup.load(loading.name, loading)
+
     def _show(self, **changes: Any) -> None:
         for chat in self.chats:
             chat.status.change(**changes)
@@ -254,6 +270,8 @@ class ModelLoader(Generic[Chat]):
             await self._app.offload(model.close)
 
     async def _ask_after_failure(self, name: str, before: str | None, error: Exception) -> None:
+        if before is None and name in self._downloads:
+            before = ""  # without a network the demo model still works
         can_go_back = before is not None and before != name
         back = [("back", f"Back to {_title(before)}")] if can_go_back else []
         none = ("none", "Continue without a model: the chat can be read")
@@ -282,6 +300,25 @@ class ModelLoader(Generic[Chat]):
             text = f"this chat used {_title(saved)}: {_title(self.name)} replies now"
             self._app.notify(f"{text}, /model changes that")
 
+    async def choose_first(self, first: str) -> None:
+        """Let the user choose a model to download before the first chat. Otherwise load ``first``."""
+        assert self._app.setup.offers is not None
+        offers = await self._app.in_thread(self._app.setup.offers)
+        name = None
+        if offers:
+            choices = [
+                *((offer.name, offer.label) for offer in offers),
+                (_KEEP, f"Chat with {_title(first)}"),
+                _OTHER,
+            ]
+            answer = await self._app.push_screen_wait(Choose("Which model?", _OFFER, choices))
+            if answer == "other":
+                name = await self._app.push_screen_wait(ModelsScreen(self._app.setup.list_models, self.name))
+            elif answer != _KEEP:
+                name = answer
+                self._downloads.update([answer] if answer else [])
+        await self.load(first if name is None else name)
+
     async def choose(self) -> None:
         name = await self._app.push_screen_wait(ModelsScreen(self._app.setup.list_models, self.name))
         if name is not None:
@@ -289,6 +326,9 @@ class ModelLoader(Generic[Chat]):
 
 
 _OTHER = ("other", "Choose another model")
+#: The choice to download nothing.
+_KEEP = "keep"
+_OFFER = "Only the small demo model is on this machine. Choose a model to download it. Esc keeps the demo model."
 
 
 def _title(name: str | None) -> str:

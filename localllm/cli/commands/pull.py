@@ -49,8 +49,12 @@ def _say_speed(path: Path) -> None:
 
 def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] | None = None) -> Path:
     """Download a model with ``by`` (default: `pull`), and show the progress.  Returns the path."""
+    from localllm.catalog.hub_names import HubName
+    from localllm.catalog.known_models import hub_name
     from localllm.catalog.pull import pull
 
+    if not quiet and HubName.parse(name) is None and (remote := hub_name(name)) is not None:
+        say(f"{visible_line(name)} is {remote} on the hub")
     progress = _Progress(enabled=not quiet)
     try:
         path = (by or pull)(name, progress)
@@ -94,16 +98,27 @@ class _Progress:
 
 
 COMMAND = Command(
-    "ORG/REPO[:FILE or QUANT] [-q]",
+    "NAME or ORG/REPO[:FILE or QUANT] [-q]",
     "download a model from the hub",
-    [flag("model ORG/REPO[:…]", "what to download", model_file), flag("-q --quiet", "show no progress")],
+    [
+        flag("model NAME", "what to download: a short name, or ORG/REPO[:…]", model_file),
+        flag("-q --quiet", "show no progress"),
+    ],
     run,
     """\
-The model is stored in the Hugging Face cache, and all commands accept its name in place of a path.  ORG/REPO:Q4_K_M
-selects a file by its quantisation, ORG/REPO:NAME.gguf by its name.  ORG/REPO alone selects the only file, or Q4_K_M.
-The addresses of pages and files on the hub work too.  The projector file (mmproj) of a model that accepts images or
-audio is downloaded as well.  To resume an interrupted download, run the same command again.  If a repository contains
-a checkpoint and no GGUF files, localllm convert ORG/REPO downloads and converts it.
+The model is stored in the Hugging Face cache, and all commands accept its name in place of a path.
+
+Short names work as in Ollama: llama3.2, qwen3.5:4b, gemma4:e2b-q8_0.  The tag is a size, perhaps with a format.  By
+default the format is Q4_K_M, or Q8_0 for models of less than a billion parameters, or a smaller one if only that fits
+into memory.  localllm models --suggest suggests models for this machine.
+
+Every repository of GGUF files on the hub works under its name.  ORG/REPO:Q4_K_M selects a file by its quantisation,
+ORG/REPO:NAME.gguf by its name.  ORG/REPO alone selects the only file, or Q4_K_M.  The addresses of pages and files on
+the hub work too.  If a repository contains a checkpoint and no GGUF files, localllm convert ORG/REPO downloads and
+converts it.
+
+The projector file (mmproj) of a model that accepts images or audio is downloaded as well.  To resume an interrupted
+download, run the same command again.
 """,
     aliases="download",
 )

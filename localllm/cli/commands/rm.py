@@ -14,6 +14,8 @@ from localllm.options.settings import load_settings
 
 
 def run(arguments: argparse.Namespace) -> None:
+    from localllm.catalog.hub_cache import remove_file
+
     paths = model_files(arguments.name)
     n_bytes = sum(path.stat().st_size for path in paths)
     shown = visible_line(path_text(paths[0])) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
@@ -27,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise LocalLLMError("no file was removed")
     for path in paths:
         try:
-            _remove(path)
+            remove_file(path)
         except OSError as error:
             raise OutputError(
                 f"{path_text(path)} cannot be removed ({error.strerror or error}): check permissions"
@@ -38,7 +40,8 @@ def run(arguments: argparse.Namespace) -> None:
 def model_files(name: str) -> list[Path]:
     """Return all files of a model.  Raises UsageError if the model is unknown or belongs to another program."""
     from localllm.catalog import other_programs
-    from localllm.catalog.hub_names import DEMO, group_files
+    from localllm.catalog.hub_cache import parts_of
+    from localllm.catalog.hub_names import DEMO
     from localllm.catalog.listing import find_models
 
     path = Path(name)
@@ -54,20 +57,7 @@ def model_files(name: str) -> list[Path]:
         raise UsageError(f"{name!r:.80} is a file of a Python package: remove it with pip uninstall")
     if path.suffix.lower() != ".gguf":
         raise UsageError(f"{path_text(path)} is not a GGUF file: remove it with your file manager")
-    sizes = {file.name: 0 for file in path.parent.iterdir() if file.suffix.lower() == ".gguf"}
-    names = next((group.names for group in group_files(sizes) if path.name in group.names), (path.name,))
-    return [path.with_name(file_name) for file_name in names]
-
-
-def _remove(path: Path) -> None:
-    """Remove a file.  If it is a link in the Hugging Face cache, also remove its blob after the last link."""
-    target = path.resolve()
-    path.unlink()
-    snapshots = next((parent for parent in path.parents if parent.name == "snapshots"), None)
-    if snapshots is None or target.parent.resolve() != (snapshots.parent / "blobs").resolve():
-        return
-    if not any(link.is_symlink() and link.resolve() == target for link in snapshots.rglob("*")):
-        target.unlink(missing_ok=True)
+    return parts_of(path)
 
 
 COMMAND = Command(

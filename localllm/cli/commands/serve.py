@@ -87,6 +87,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             _folder("--responses", arguments.responses),
             loads_first=loads_first,
             has_slots=arguments.slots,
+            may_pull=arguments.allow_pull,
             monitoring=Monitoring(arguments.metrics_per_key, arguments.log_prompts, tracing),
         )
         # Python's default of 5 ms per thread that renders or tokenizes would delay each step several times.
@@ -492,6 +493,7 @@ COMMAND = Command(
             choices=None,
             default=LEFT_OUT,
         ),
+        flag("--allow-pull", "let requests, and the page, download models from the hub and delete downloaded ones"),
         flag("--no-slots", "do not list running requests at /slots", dest="slots", action="store_false"),
         "access",
         flag(

@@ -85,8 +85,8 @@ function showModelList() {
     const {meta = {}, status = {}} = each;
     const state = {loaded: "loaded", loading: `loading ${Math.round(100 * (status.progress ?? 0))} %`}[status.value];
     const facts = [billions(meta.n_params), meta.ftype, bytes(meta.size), sees(each) && "image input", hears(each) && "audio input", state].filter(Boolean).join(" · ");
-    return h("li", {}, h("button", {"aria-current": each.id === model()?.id && "true", onclick: () => pickModel(each.id)},
-      h("span", {}, each.id), h("span", {class: "quiet"}, facts)));
+    return h("li", {class: "row"}, h("button", {"aria-current": each.id === model()?.id && "true", onclick: () => pickModel(each.id)},
+      h("span", {}, each.id), h("span", {class: "quiet"}, facts)), ...modelButtons(each));
   });
   $("model-list").replaceChildren(...(rows.length ? rows : [h("li", {class: "quiet"}, "No model matches.")]));
 }
@@ -838,6 +838,8 @@ async function openModels() {
   showModelList();
   $("models").showModal();
   await loadModels();
+  await searchModels();
+  showModelList();
 }
 
 document.addEventListener("keydown", event => {

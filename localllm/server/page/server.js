@@ -12,13 +12,13 @@ const server = {
   set key(value) { store("key", value || null); },
 
   // `path` is relative to the page.  A proxy may serve the page at another path, with or without a slash at the end.
-  async fetch(path, body, signal) {
+  async fetch(path, body, signal, method = body ? "POST" : "GET") {
     const headers = this.key ? {Authorization: `Bearer ${this.key}`} : {};
     if (body) headers["Content-Type"] = "application/json";
     let reply;
     try {
       const folder = location.pathname.endsWith("/") ? "" : `${location.pathname}/`;
-      reply = await fetch(folder + path, {method: body ? "POST" : "GET", headers, signal, ...(body && {body: JSON.stringify(body)})});
+      reply = await fetch(folder + path, {method, headers, signal, ...(body && {body: JSON.stringify(body)})});
     } catch (error) {
       if (error.name === "AbortError") throw error;
       throw new ServerError("The server does not answer. Is it still running?");
@@ -30,24 +30,29 @@ const server = {
 
   async json(path, body) { return (await this.fetch(path, body)).json(); },
 
-  // The chunks of a reply.  An end without the server's word for it is an error.
-  async *chat(body, signal) {
-    const reply = await this.fetch("v1/chat/completions", {...body, stream: true}, signal);
+  // The lines of a streamed answer.
+  async *lines(path, body, signal) {
+    const reply = await this.fetch(path, body, signal);
     const chunks = reply.body.pipeThrough(new TextDecoderStream()).getReader();
     let held = "";
+    for (;;) {
+      const {value, done} = await chunks.read();
+      if (done) return;
+      const lines = (held + value).split("\n");
+      held = lines.pop();
+      yield* lines;
+    }
+  },
+
+  // The chunks of a reply.  An end without the server's word for it is an error.
+  async *chat(body, signal) {
     try {
-      for (;;) {
-        const {value, done} = await chunks.read();
-        if (done) break;
-        const lines = (held + value).split("\n");
-        held = lines.pop();
-        for (const line of lines) {
-          if (line === "data: [DONE]") return;
-          if (!line.startsWith("data: ")) continue;
-          const event = JSON.parse(line.slice(6));
-          if (event.error) throw new ServerError(event.error.message, 0, event.error.code);
-          yield event;
-        }
+      for await (const line of this.lines("v1/chat/completions", {...body, stream: true}, signal)) {
+        if (line === "data: [DONE]") return;
+        if (!line.startsWith("data: ")) continue;
+        const event = JSON.parse(line.slice(6));
+        if (event.error) throw new ServerError(event.error.message, 0, event.error.code);
+        yield event;
       }
     } catch (error) {
       if (error.name === "AbortError" || error instanceof ServerError) throw error;

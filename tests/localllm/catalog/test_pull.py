@@ -27,31 +27,15 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.command_line import environment, run_main, running
 from tests.helpers.data import ROOT
 from tests.helpers.gguf_writer import RawGGUF, RawTensor, key, string, u32
-from tests.helpers.hub_server import COMMIT, HubServer, Repo, hub_server
+from tests.helpers.hub_server import COMMIT, HubServer, Repo, hub_of_this_process, hub_variables
 
 DEMO = (ROOT / "localllm" / "data" / "demo.gguf").read_bytes()
-PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-
-
-def variables(hub: HubServer, home: Path) -> dict[str, str]:
-    """Set the environment in which huggingface_hub uses this hub without a token."""
-    return {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with hub_server() as server:
-        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE"):
-            monkeypatch.delenv(name, raising=False)
-        for name in PROXIES:
-            monkeypatch.delenv(name, raising=False)
-            monkeypatch.delenv(name.lower(), raising=False)
-        for name, value in variables(server, tmp_path / "home").items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(pulling, "RETRY_SECONDS", (0.0, 0.0))
-        huggingface_hub.close_session()  # it caches proxies
+    with hub_of_this_process(tmp_path / "home", monkeypatch) as server:
         yield server
-        huggingface_hub.close_session()
 
 
 def small_gguf(**keys: str) -> bytes:
@@ -504,7 +488,7 @@ def test_ctrl_c_keeps_what_was_fetched(hub: HubServer) -> None:
     hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO}, waits=True)
     home = Path(os.environ["HF_HOME"])
     partial = home / "hub" / "models--org--repo" / "blobs" / (repo.hash("a.gguf") + ".incomplete")
-    env = environment(**variables(hub, home))
+    env = environment(**hub_variables(hub, home))
     with running(["pull", "org/repo"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         while not (partial.exists() and partial.stat().st_size > len(DEMO) // 4):
             assert process.poll() is None

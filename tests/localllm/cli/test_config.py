@@ -167,7 +167,7 @@ def test_one_value_can_be_asked_for(path: Path, capfdbinary: Capture) -> None:
 
 def test_what_is_set_and_not_there_is_told(path: Path, capfdbinary: Capture, tmp_path: Path) -> None:
     for key, value, message in (
-        ("model", "llama3", "there is no file or model 'llama3' here: localllm models lists those that are"),
+        ("model", "xyzzy", "there is no file or model 'xyzzy' here: localllm models lists the names"),
         ("model", str(tmp_path / "m.gguf"), "m.gguf does not exist yet: check the path"),
         ("model_folders", "nowhere", f"{path.parent / 'nowhere'} cannot be found: check the path"),
     ):

@@ -70,7 +70,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     # Ollama: `ollama --help` and its README, with `localllm` instead of `ollama`.
     ("help", "", {}),
     ("help generate", "", {}),
-    ("run llama3.2", "error: there is no file or model 'llama3.2' here: localllm models lists those that are", {}),
+    ("run lama3.2", "error: 'lama3.2' is not the name of a model on the hub: did you mean llama3.2 or", {}),
     ("run model.gguf hi -n 4", "", {"max_tokens": 4}),
     ("generate model.gguf hi -n 4", "", {"max_tokens": 4}),
     ("generate hi -n 4 -m model.gguf", "", {"max_tokens": 4}),
@@ -102,8 +102,18 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("stop llama3.2 --url http://127.0.0.1:9", "error: no server answers at http://127.0.0.1:9 (", {}),
     ("cp llama3.2 mine", "error: there is no command 'cp': models are plain files, whose paths localllm models", {}),
     ("rm llama3.2", "error: there is no file or model 'llama3.2' here: localllm models lists the names", {}),
-    ("pull llama3.2", "error: 'llama3.2' is not the name of a model on the hub: write ORG/REPO, or ORG/REPO:QUA", {}),
-    ("generate -m llama3.2:1b -p hi", "error: there is no file or model 'llama3.2:1b' here: localllm models", {}),
+    ("pull llama3.2:4b", "error: 'llama3.2:4b' is not the name of a model on the hub: the tags of llama3.2 are", {}),
+    ("pull xyzzy", "error: 'xyzzy' is not the name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT", {}),
+    (
+        "generate -m llama3.2:1b -p hi",
+        "error: llama3.2:1b is not on this machine: localllm pull llama3.2:1b down",
+        {},
+    ),
+    (
+        "generate -m xyzzy:1b -p hi",
+        "error: there is no file or model 'xyzzy:1b' here: localllm models lists the names",
+        {},
+    ),
     ("generate -m hf.co/org/repo:Q8_0 -p hi -n 4 --keepalive 5m", "warning: --keepalive has no effect", {}),
     # llama-cpp-python: `python3 -m llama_cpp.server`, whose flags are the keywords of its Llama.
     ("generate --model model.gguf --n_ctx 64 --n_gpu_layers -1 -p hi -n 4", "", {"context": 64}),

@@ -13,19 +13,24 @@ import threading
 import wave
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from localllm.catalog import known_models
 from localllm.server.http import Limits
 from localllm.server.keys import KeyFile
 from localllm.tui.chat.conversation import Attachment, CallRecord, Conversation, ReplyStats, Window
 from localllm.tui.chat.export import from_json, to_json
 from tests.helpers import hostile_chats
+from tests.helpers.data import ROOT
 from tests.helpers.http_server import FAILS, TOOLS_TEMPLATE, Serving, scripted, serving
+from tests.helpers.hub_server import HubServer, Repo, hub_of_this_process
 from tests.localllm.server.test_keys import key_file, section
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -934,22 +939,76 @@ def test_scripts_that_are_not_the_page_s_do_not_run(page: Any) -> None:
     assert page.evaluate("() => typeof hacked") == "undefined"
 
 
+# -- Downloads -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setattr(known_models, "available_bytes", lambda: 10**10)
+    with hub_of_this_process(tmp_path / "home", monkeypatch) as server:
+        demo = (ROOT / "localllm" / "data" / "demo.gguf").read_bytes()
+        for name in ("unsloth/SmolLM2-135M-Instruct-GGUF", "someone/smollm2-tuned-GGUF"):
+            server.repos[name] = Repo({f"{name.rpartition('/')[2]}-Q8_0.gguf": demo}, about={"downloads": 1234})
+        yield server
+
+
+def test_models_are_searched_downloaded_and_deleted(open_page: Open, hub: HubServer) -> None:
+    with serving(scripted(script), names=("first",), may_pull=True) as server:
+        page = open_page(server.url)
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.click("#model")
+        page.locator("#download-list", has_text="qwen3.5:4b").wait_for()
+        page.fill("#model-search", "smollm2")
+        rows = page.locator("#download-list li")
+        page.locator("#download-list", has_text="someone/smollm2-tuned-GGUF").wait_for()
+        assert "1,234 downloads in a month" in rows.last.inner_text()
+        repo = hub.repos["unsloth/SmolLM2-135M-Instruct-GGUF"]
+        repo.waits = True
+        page.get_by_label("Download smollm2:135m", exact=True).click()
+        page.locator("#download-list progress").wait_for()
+        page.locator("#download-list", has_text="MB of").wait_for()
+        check_with_axe(page, "a download")
+        page.get_by_text("Stop", exact=True).click()
+        page.locator("#download-list", has_text="stopped: the downloaded part is kept").wait_for()
+        repo.waits = False
+        hub.is_ending.set()
+        page.get_by_label("Download smollm2:135m", exact=True).click()
+        page.get_by_label("Delete smollm2:135m").wait_for()
+        assert page.get_by_label("Download smollm2:135m", exact=True).count() == 0
+        page.get_by_label("Delete smollm2:135m").click()
+        page.get_by_label("Download smollm2:135m", exact=True).wait_for()
+        assert list(server.models.served) == ["first"]
+
+
+def test_models_are_unloaded(page: Any, actor: Serving) -> None:
+    ask(page, "Hi", 1)
+    page.click("#model")
+    page.get_by_label("Unload first").click()
+    page.get_by_label("Unload first").wait_for(state="detached")
+    assert actor.models.served["first"].llm is None
+    assert not page.locator("#downloads").is_visible()
+
+
 # -- Looks, keys and accessibility -----------------------------------------------------------------------------------
+
+
+def check_with_axe(page: Any, where: str) -> None:
+    """Check the accessibility of the page, if axe is installed, and that it does not scroll sideways."""
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), where
+    if find_spec("axe_playwright_python") is None:
+        return
+    if not page.evaluate("() => 'axe' in window"):
+        page.evaluate((resources.files("axe_playwright_python") / "axe.min.js").read_text("utf-8"))
+    found = page.evaluate("async () => (await axe.run()).violations")
+    assert [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found] == [], where
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
 def test_axe_finds_nothing(open_page: Open, actor: Serving, scheme: str, width: int) -> None:
     pytest.importorskip("axe_playwright_python")
-    axe = (resources.files("axe_playwright_python") / "axe.min.js").read_text("utf-8")
     page = open_page(actor.url, color_scheme=scheme, viewport={"width": width, "height": 800})
-    page.evaluate(axe)
-
-    def check(where: str) -> None:
-        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), where
-        found = page.evaluate("async () => (await axe.run()).violations")
-        assert [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found] == [], where
-
+    check = partial(check_with_axe, page)
     check("empty")
     ask(page, "markdown", 1)
     ask(page, "thought", 2)
