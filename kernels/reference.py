@@ -366,14 +366,9 @@ class _Run:
         self, x: Tensor, dim: int, norm: g.HeadNorm | None, rope: g.Rope | None, *, norm_last: bool = False
     ) -> Array:
         """Return heads of ``dim`` values [T, n, dim], normalised and rotated in the order of ``norm_last``."""
-        y: Array = self.values[x].reshape(-1, x.width // dim, dim)
-        if rope is not None and norm_last:
-            y = rotate(y, self._turns(rope), rope)
-        if norm is not None:
-            weight = np.ones(dim, np.float32) if norm.weight is None else self.arrays[norm.weight]
-            first, remaining = np.split(y, [len(weight)], axis=-1)
-            y = np.concatenate([normed(first, weight, norm.eps), remaining], axis=-1)
-        return rotate(y, self._turns(rope), rope) if rope is not None and not norm_last else y
+        weight = None if norm is None or norm.weight is None else self.arrays[norm.weight]
+        turns = self.batch.positions if rope is None else self._turns(rope)
+        return rotated_heads(self.values[x], dim, norm, weight, rope, turns, norm_last=norm_last)
 
     def _turns(self, rope: g.Rope) -> Array:
         """Return the positions that tokens are rotated by: [T, 1] or, with axes, [T, n_rot / 2]."""
@@ -657,6 +652,32 @@ def normed(x: Array, weight: Array | np.float32, eps: float) -> Array:
     """x / sqrt(mean(x²) + eps) * weight."""
     mean_square: Array = np.mean(x * x, axis=-1, keepdims=True)
     return x / np.sqrt(mean_square + np.float32(eps)) * weight
+
+
+def rotated_heads(
+    x: Array,
+    dim: int,
+    norm: g.HeadNorm | None,
+    weight: Array | None,
+    rope: g.Rope | None,
+    turns: Array,
+    *,
+    norm_last: bool = False,
+) -> Array:
+    """Return the heads of rows x [T, n * dim] as [T, n, dim], normalised and rotated in the order of ``norm_last``.
+
+    Args:
+        weight: decoded weights of ``norm``; None for weights of 1.
+        turns: positions for `rotate`.
+    """
+    y = x.reshape(len(x), x.shape[1] // dim, dim)
+    if rope is not None and norm_last:
+        y = rotate(y, turns, rope)
+    if norm is not None:
+        weight = np.ones(dim, np.float32) if weight is None else weight
+        first, remaining = np.split(y, [len(weight)], axis=-1)
+        y = np.concatenate([normed(first, weight, norm.eps), remaining], axis=-1)
+    return rotate(y, turns, rope) if rope is not None and not norm_last else y
 
 
 def rotate(x: Array, positions: NDArray[np.int32], rope: g.Rope) -> Array:

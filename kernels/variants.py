@@ -1,7 +1,8 @@
-"""Variants of a graph that let the host read and change named values (`localllm.kernels.graph.Graph.names`).
+"""Variants of a graph, which compute the same operations over the same weights, and therefore the same bits.
 
-A variant computes the same operations over the same weights. It only adds operations: copies of the values to read,
-and `HostEdit` where the host changes a value. Other values therefore keep their bits.
+`graph_variant` lets the host read and change named values (`localllm.kernels.graph.Graph.names`). It only adds
+operations: copies of the values to read, and `HostEdit` where the host changes a value. `head_graph` is the part of a
+graph after the last layer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Collection
 
 from localllm.errors import KernelError
 from localllm.kernels.graph import Graph, Tensor, Value
-from localllm.kernels.operations import Add, HostEdit, Scale
+from localllm.kernels.operations import Add, HostEdit, Input, Scale
 
 
 def graph_variant(graph: Graph, watched: Collection[str], edited: Collection[str]) -> tuple[Graph, dict[str, Value]]:
@@ -20,8 +21,7 @@ def graph_variant(graph: Graph, watched: Collection[str], edited: Collection[str
     Also returns the watched value of each name, for `localllm.kernels.backend.Step.value`. A value that is read and
     changed is read after the change.
     """
-    new = Graph(graph.cache_type, graph.rounds_floats, [], graph.caches, graph.states, graph.windows)
-    new.caches_of, new.token_ids = graph.caches_of, graph.token_ids
+    new = _empty(graph)
     renewed: dict[Value, Value] = {}
     copies: dict[Value, Tensor] = {}
     values: dict[str, Value] = {}
@@ -68,3 +68,28 @@ def graph_variant(graph: Graph, watched: Collection[str], edited: Collection[str
                     watch(name, value)
     new.watched = {renewed[x] for x in graph.watched if x in renewed} | set(values.values())
     return new, values
+
+
+def head_graph(graph: Graph) -> Graph:
+    """Return the operations after the last layer, which compute logits [N, n_vocab].
+
+    The input is the residual stream after the last layer, [T, width].
+    """
+    stream = graph.names[f"layers.{graph.n_layers - 1}.output"].value
+    assert isinstance(stream, Tensor)
+    first = 1 + max(i for i, node in enumerate(graph.nodes) if stream in node.operation.results)
+    new = _empty(graph)
+    new.layer = "output"
+    renewed: dict[Value, Value] = {stream: new.add(Input(Tensor(stream.rows, stream.width)))}
+    for node in graph.nodes[first:]:
+        operation = node.operation.with_inputs(renewed)
+        new.add(operation)
+        renewed |= dict(zip(node.operation.results, operation.results, strict=True))
+    return new
+
+
+def _empty(graph: Graph) -> Graph:
+    """Return a graph without operations, with the caches and states of another graph."""
+    new = Graph(graph.cache_type, graph.rounds_floats, [], graph.caches, graph.states, graph.windows)
+    new.caches_of, new.token_ids = graph.caches_of, graph.token_ids
+    return new

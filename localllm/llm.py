@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, Unpack, overload
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
 from localllm.engine.media import NO_MEDIA, MediaTokens, PreparedMedia, PromptMedia, text_ids
@@ -363,13 +363,44 @@ class LLM:
         n = len(ids) if last is None else whole_number("last", last, 1)
         if n > len(ids):
             raise UsageError.of("last", n, f"at most the number of tokens, {len(ids):,}")
+        self._check_memory_for_logits(n)
+        return last_logits(engine, ids, n)
+
+    def unembed(self, streams: ArrayLike) -> NDArray[np.float32]:
+        """Return the logits of rows of the residual stream after the last layer, float32 [n, n_vocab].
+
+        Only the final norm and the head are computed. With the outputs of earlier layers, this is a logit lens.
+
+        Args:
+            streams: [n, width], with the width of the last layer's output in `graph`.
+
+        Raises:
+            UsageError: the rows have another shape, or are not finite.
+            NotEnoughMemoryError: the result would not fit into memory.
+        """
+        engine = self._opened()
+        self._check_writes()
+        width = self.graph[f"layers.{engine.graph.n_layers - 1}.output"].width
+        rows = np.asarray(streams, np.float32)
+        if rows.ndim != 2 or rows.shape[1] != width:
+            raise UsageError(Argument("streams"), f" has the shape {list(rows.shape)}, but must be [n, {width}]")
+        if not np.isfinite(rows).all():
+            raise UsageError(Argument("streams"), " has NaN or infinity: give finite numbers")
+        self._check_memory_for_logits(len(rows))
+        logits = [np.empty((0, engine.width), np.float32)]
+        for first in range(0, len(rows), engine.context):
+            piece = rows[first : first + engine.context]
+            # The program reads no token ids. The key keeps its tokens out of the shared cache.
+            logits.append(last_logits(engine, [0] * len(piece), len(piece), Probe(stream=piece, key=object())))
+        return np.concatenate(logits)
+
+    def _check_memory_for_logits(self, n: int) -> None:
         n_bytes, available = 4 * n * self._info.n_vocab, available_memory()
         if n_bytes > available:
             raise NotEnoughMemoryError(
                 f"the logits of {n:,} tokens take {n_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB of "
                 "memory is available: request fewer tokens at a time"
             )
-        return last_logits(engine, ids, n)
 
     def score(
         self,
@@ -482,6 +513,7 @@ class LLM:
         engine, value_names = self._opened(), self.graph
         watched = value_names.matching("names", names)
         checked = CheckedOptions.of({"steer": steer, "hooks": hooks, "adapters": adapters})
+        scales = self._adapter_scales(checked.adapters)
         is_list = isinstance(prompts, list | tuple) and any(isinstance(p, str | list | tuple) for p in prompts)
         traced = []
         for prompt in prompts if is_list else [prompts]:
@@ -489,7 +521,6 @@ class LLM:
             if len(ids) > engine.context:
                 raise ContextLengthError(len(ids), engine.context)
             probe = replace(self._probe(checked, len(ids)) or Probe(), watched=watched)
-            scales = self._adapter_scales(checked.adapters)
             traced.append(TracedPrompt(ids, select(positions, len(ids)), probe, scales))
             if not len(traced[-1].positions):
                 raise UsageError(Argument("positions"), f" select no token of a prompt of {len(ids):,} tokens")

@@ -26,12 +26,17 @@ class Probe:
     values_from: int = 0  # position of the next values to report; reported values are not reported again
     # cached prefixes are shared by requests with equal keys; None if the request changes nothing
     key: Hashable = None
+    # residual stream after the last layer, float32 [n_tokens, width]: the program only computes logits of its rows
+    stream: NDArray[np.float32] | None = None
     error: BaseException | None = None  # error of an edit
 
     @property
-    def program(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Values that the program reads and changes. Requests with the same values share steps."""
-        return frozenset(self.watched), frozenset(self.edits)
+    def program(self) -> tuple[frozenset[str], frozenset[str], bool]:
+        """Values that the program reads and changes, and whether it only computes logits of a residual stream.
+
+        Requests with the same program share steps.
+        """
+        return frozenset(self.watched), frozenset(self.edits), self.stream is not None
 
     def report(self, stop: int, rows: Mapping[str, NDArray[Any]]) -> None:
         """Report the values of the tokens before position ``stop``, which the last rows belong to."""

@@ -15,7 +15,7 @@ from localllm.engine.media import NO_MEDIA, Embeddings, PromptMedia
 from localllm.engine.probe import Probe
 from localllm.kernels.backend import Backend, Batch, ExpertReads, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph, Rows, Tensor, Value
-from localllm.kernels.variants import graph_variant
+from localllm.kernels.variants import graph_variant, head_graph
 
 #: Default for the most tokens per step. A backend may choose more (`Backend.step_tokens`).
 MAX_TOKENS = Backend.step_tokens
@@ -130,8 +130,8 @@ class ModelRunner:
         for chunk in chunks:
             chunk.sequence.is_ahead = True
         if (probe := chunks[0].probe) is not None:
-            step = self.variant(probe)[0]
-            return step(replace(self._batch(chunks), edit=partial(self._edit, chunks)))
+            step, batch = self.variant(probe)[0], replace(self._batch(chunks), edit=partial(self._edit, chunks))
+            return step.run(batch, _streams(chunks)).rows()
         launch, self._launch = self._launch, None
         if not 0 < top_k <= self.max_top_k or full_rows or not self._step.chooses_ahead:
             batch = self._batch(chunks)
@@ -163,7 +163,8 @@ class ModelRunner:
         if program not in self._variants:
             while len(self._variants) >= KEPT_VARIANTS:
                 self._variants.popitem(last=False)
-            graph, values = graph_variant(self.graph, *program)
+            watched, edited, is_head = program
+            graph, values = (head_graph(self.graph), {}) if is_head else graph_variant(self.graph, watched, edited)
             self._variants[program] = self._step.variant(graph), values
         self._variants.move_to_end(program)
         return self._variants[program]
@@ -198,11 +199,11 @@ class ModelRunner:
         first, of_outputs = 0, self._is_of_outputs(name)
         for chunk in chunks:
             n = chunk.n_outputs if of_outputs else len(chunk.ids)
-            part, stop = slice(first, first + n), chunk.start + len(chunk.ids)
+            chunk_rows, stop = slice(first, first + n), chunk.start + len(chunk.ids)
             first += n
             assert chunk.probe is not None
-            own_base = None if base is None else base[part]
-            chunk.probe.apply(name, rows[part], own_base, np.arange(stop - n, stop))
+            chunk_base = None if base is None else base[chunk_rows]
+            chunk.probe.apply(name, rows[chunk_rows], chunk_base, np.arange(stop - n, stop))
 
     def _begin(self, chunks: Sequence[BatchItem], top_k: int, n_chosen: int = 0) -> Output:
         return self._step.run(replace(self._batch(chunks), top_k=top_k, n_chosen=n_chosen))
@@ -297,6 +298,16 @@ def max_step_tokens(graph: Graph, context: int, max_tokens: int) -> int:
 def max_outputs(width: int, max_tokens: int) -> int:
     """Return the most output rows per step, for rows of ``width`` values."""
     return max(1, min(max_tokens, MAX_LOGITS_BYTES // (4 * width)))
+
+
+def _streams(chunks: Sequence[BatchItem]) -> HostOutput | None:
+    """Return the residual streams that the chunks' requests start with (`Probe.stream`), or None without them."""
+    rows = [
+        chunk.probe.stream[chunk.start : chunk.start + len(chunk.ids)]
+        for chunk in chunks
+        if chunk.probe is not None and chunk.probe.stream is not None
+    ]
+    return HostOutput(np.concatenate(rows)) if rows else None
 
 
 def make_batch(chunks: Sequence[BatchItem], page_size: int) -> Batch:

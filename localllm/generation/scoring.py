@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.engine import Engine
+from localllm.engine.probe import Probe
 from localllm.engine.request import Request
 from localllm.errors import QueueFullError
 from localllm.sampling import Choice
@@ -52,7 +53,9 @@ class Evaluation:
 
     is_full = False
 
-    def __init__(self, engine: Engine, ids: Sequence[int], first: int, on_rows: OnRows) -> None:
+    def __init__(
+        self, engine: Engine, ids: Sequence[int], first: int, on_rows: OnRows, probe: Probe | None = None
+    ) -> None:
         """Start the evaluation of ``ids``.
 
         ``first``: position of the first token whose logits are needed. ``on_rows``: called in the engine thread. It
@@ -61,7 +64,7 @@ class Evaluation:
         self._engine = engine
         self._on_rows = on_rows
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._request = Request(list(ids), self, logits_from=first)
+        self._request = Request(list(ids), self, logits_from=first, probe=probe)
         engine.submit(self._request)
 
     def cancel(self) -> None:
@@ -97,7 +100,7 @@ class Evaluation:
         self._ended.put(error)
 
 
-def last_logits(engine: Engine, ids: Sequence[int], n: int) -> NDArray[np.float32]:
+def last_logits(engine: Engine, ids: Sequence[int], n: int, probe: Probe | None = None) -> NDArray[np.float32]:
     """Return logits [n, n_vocab] for the last ``n`` tokens."""
     first = len(ids) - n
     logits = np.empty((n, engine.width), np.float32)
@@ -105,7 +108,7 @@ def last_logits(engine: Engine, ids: Sequence[int], n: int) -> NDArray[np.float3
     def keep(position: int, rows: NDArray[np.float32]) -> None:
         logits[position - first : position - first + len(rows)] = rows
 
-    Evaluation(engine, ids, first, keep).wait()
+    Evaluation(engine, ids, first, keep, probe).wait()
     return logits
 
 

@@ -93,38 +93,39 @@ class ValueNames(Mapping[str, ValueShape]):
 
     def mermaid(self) -> str:
         """Return a flowchart of the values in Mermaid's notation. Of equal layers, it shows the first."""
-        shown = {number: numbers for numbers, _ in self._layers() for number in numbers}
+        run_of = {number: numbers for numbers, _ in self._layers() for number in numbers}
         names: dict[Value, list[str]] = defaultdict(list)
         for name, named in self._graph.names.items():
             names[named.value].append(name)
 
         def node(value: Value) -> str:
             """Return the node of a value: the node of the first equal layer's value with this name."""
-            first_layer = _LAYER.sub(lambda match: f"layers.{shown[int(match[1])][0]}.", names[value][0])
+            first_layer = _LAYER.sub(lambda match: f"layers.{run_of[int(match[1])][0]}.", names[value][0])
             return re.sub(r"\W", "_", first_layer)
 
         sources: dict[Value, set[str]] = {}  # nodes that an unnamed value is computed from
         edges: dict[tuple[str, str], None] = {}
         for operation in (node.operation for node in self._graph.nodes):
-            before = set().union(*(sources[x] for x in operation.inputs))
+            inputs = set().union(*(sources[x] for x in operation.inputs))
             for value in operation.results:
-                sources[value] = before
+                sources[value] = inputs
                 if value in names:
-                    edges |= {(source, node(value)): None for source in sorted(before) if source != node(value)}
+                    edges |= {(source, node(value)): None for source in sorted(inputs) if source != node(value)}
                     sources[value] = {node(value)}
-        return "\n".join(["flowchart TD", *self._boxes(names, shown), *(f"  {a} --> {b}" for a, b in edges)])
+        return "\n".join(["flowchart TD", *self._boxes(names, run_of), *(f"  {a} --> {b}" for a, b in edges)])
 
-    def _boxes(self, names: Mapping[Value, list[str]], shown: Mapping[int, range]) -> Iterator[str]:
+    def _boxes(self, names: Mapping[Value, list[str]], run_of: Mapping[int, range]) -> Iterator[str]:
         """Yield the nodes of the diagram, each once. A node shows all names of its value."""
         for value_names in names.values():
             match = _LAYER.match(value_names[0])
-            if match and shown[int(match[1])][0] != int(match[1]):
+            if match and run_of[int(match[1])][0] != int(match[1]):
                 continue
-            own = [name for name in value_names if match is None or name.startswith(match[0])]
-            title = ", ".join(own if match is None else (name.removeprefix(match[0]) for name in own))
+            # The input of a layer is also the output of the layer before it.
+            prefix = match[0] if match else ""
+            title = ", ".join(name.removeprefix(prefix) for name in value_names if name.startswith(prefix))
             where = ""
             if match:
-                run = shown[int(match[1])]
+                run = run_of[int(match[1])]
                 where = f"layers {run[0]} to {run[-1]}: " if len(run) > 1 else f"layer {run[0]}: "
             identifier = re.sub(r"\W", "_", value_names[0])
             yield f'  {identifier}["{where}{title}<br>{self[value_names[0]]}"]'

@@ -6,17 +6,24 @@ Sources: logit lens, nostalgebraist (2020); activation patching, arXiv:2202.0526
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import UsageError
+from localllm.errors import NotEnoughMemoryError, UsageError
 from localllm.files import expanded
+from localllm.gguf import GGUFFile
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localllm.inspection.attention import AttentionLayer
 from localllm.inspection.names import ValueNames
+from localllm.inspection.positions import Positions
 from localllm.inspection.steering import Steering
+from localllm.kernels.cpu.host import available_memory
+from localllm.loading.model_info import ModelInfo
+from localllm.models.registry import read_model
+from localllm.options.types import Progress
 from localllm.quant.types import GGMLType
 
 Array = NDArray[np.float32]
@@ -28,7 +35,11 @@ class TracedModel(Protocol):
 
     @property
     def graph(self) -> ValueNames: ...
-    def trace(self, prompts: Any, names: Any, **options: Any) -> Any: ...
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def trace(self) -> Callable[..., Any]: ...
+    def unembed(self, streams: Any) -> Array: ...
 
 
 def _outputs(llm: TracedModel) -> list[str]:
@@ -36,39 +47,85 @@ def _outputs(llm: TracedModel) -> list[str]:
     return [*llm.graph.matching("names", "layers.*.output")]
 
 
-def logit_lens(llm: TracedModel, prompt: Prompt) -> Array:
-    """Return the logits of the stream after each layer, as if it were the last one: [n_layers, n_tokens, n_vocab]."""
+def logit_lens(llm: TracedModel, prompt: Prompt, positions: Positions = None) -> Array:
+    """Return the logits of the stream after each layer, as if it were the last one: [n_layers, n_tokens, n_vocab].
+
+    Args:
+        positions: positions of the prompt, as in `localllm.LLM.trace`; all by default.
+    """
     names = _outputs(llm)
-    streams = llm.trace(prompt, names)
-
-    def logits(name: str) -> Array:
-        hook = {names[-1]: lambda rows, positions: streams[name][positions]}
-        rows: Array = llm.trace(prompt, "logits", hooks=hook)["logits"]
-        return rows
-
-    return np.stack([logits(name) for name in names])
+    streams = llm.trace(prompt, names, positions=positions)
+    logits = llm.unembed(np.concatenate([streams[name] for name in names]))
+    return logits.reshape(len(names), -1, logits.shape[1])
 
 
-def patch(llm: TracedModel, clean: Prompt, corrupted: Prompt, token: int) -> Array:
+def attention(llm: TracedModel, prompt: Prompt, heads: Sequence[tuple[int, int]], **options: Any) -> Array:
+    """Return the attention probabilities of heads, [n_heads, n_tokens, n_tokens]: a row per query, a column per key.
+
+    The rows of a head with a sink sum to less than 1. Keys have the exact values before the rounding of the cache.
+
+    Args:
+        heads: layer and query head of each head, counted from 0.
+        options: ``steer``, ``hooks`` and others of `localllm.inspection.trace.TraceOptions`, except ``positions``.
+
+    Raises:
+        UsageError: a layer has no such head, or its attention cannot be computed; see
+            `localllm.inspection.attention.AttentionLayer.find`.
+        NotEnoughMemoryError: the probabilities do not fit in memory.
+    """
+    if not heads:
+        raise UsageError.of("heads", heads, "a list of pairs of a layer and a head")
+    # Backends pack the weights of norms, sinks and biases, so the file is read again.
+    with GGUFFile.open(llm.info.path) as file:
+        graph = read_model(file, llm.info.context).graph
+        layers = {layer: AttentionLayer.find(graph, layer) for layer, _ in heads}
+        for layer, head in heads:
+            n_heads = layers[layer].attention.n_heads
+            if not 0 <= head < n_heads:
+                raise UsageError(f"layer {layer} has the heads 0 to {n_heads - 1}: there is no head {head}")
+        names = {name for layer in layers.values() for name in (layer.queries, layer.keys)}
+        values = llm.trace(prompt, sorted(names), **options)
+        n_tokens = len(next(iter(values.values())))
+        n_bytes, available = 4 * len(heads) * n_tokens**2, available_memory()
+        if n_bytes > available:
+            raise NotEnoughMemoryError(
+                f"the attention of {len(heads)} heads takes {n_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB of "
+                "memory is available: choose fewer heads, or a shorter prompt"
+            )
+        probabilities = np.empty((len(heads), n_tokens, n_tokens), np.float32)
+        for i, (number, head) in enumerate(heads):
+            of_layer = layers[number]
+            probabilities[i] = of_layer.probabilities(values[of_layer.queries], values[of_layer.keys], head)
+    return probabilities
+
+
+def patch(llm: TracedModel, clean: Prompt, corrupted: Prompt, token: int, progress: Progress | None = None) -> Array:
     """Return the effect of each stream on the log-probability of ``token`` after the prompt: [n_layers, n_tokens].
 
     The stream of the clean prompt replaces the stream of the corrupted one at a single layer and position. 1 is the
     clean prompt's log-probability, 0 the corrupted one's.
 
+    Args:
+        progress: called with the number of replaced streams, and the number of all streams.
+
     Raises UsageError if the prompts differ in length, or give the token the same probability.
     """
     names = _outputs(llm)
-    streams, ends = llm.trace(clean, names), [_logprob(llm, prompt, token) for prompt in (clean, corrupted)]
+    streams, corrupted_streams = (llm.trace(prompt, names) for prompt in (clean, corrupted))
+    ends = [_logprob(llm, prompt, token) for prompt in (clean, corrupted)]
     n_tokens = len(streams[names[0]])
-    if len(llm.trace(corrupted, names[0])[names[0]]) != n_tokens:
+    if len(corrupted_streams[names[0]]) != n_tokens:
         raise UsageError("the prompts have different numbers of tokens: replace words by words of the same length")
     if ends[0] == ends[1]:
         raise UsageError("both prompts give the token the same probability: choose another token")
     effects = np.zeros((len(names), n_tokens), np.float32)
-    for i, name in enumerate(names):
-        for position in range(n_tokens):
-            steer = Steering({name: streams[name][position]}, "replace", positions=position)
+    for i, position in np.ndindex(effects.shape):
+        row = streams[names[i]][position]
+        if not np.array_equal(row, corrupted_streams[names[i]][position]):  # else the effect is 0
+            steer = Steering({names[i]: row}, "replace", positions=position)
             effects[i, position] = (_logprob(llm, corrupted, token, steer=steer) - ends[1]) / (ends[0] - ends[1])
+        if progress is not None:
+            progress(i * n_tokens + position + 1, effects.size)
     return effects
 
 
@@ -84,7 +141,12 @@ def attribution(llm: TracedModel, prompt: Prompt, token: int) -> Array:
 
 
 def expert_usage(llm: TracedModel, prompts: Sequence[Prompt]) -> dict[str, NDArray[np.int64]]:
-    """Return how many tokens chose each expert, int64 [n_experts] by the name of the layer's value."""
+    """Return how many tokens chose each expert, int64 [n_experts] by the name of the layer's value.
+
+    Raises UsageError if the model has no experts.
+    """
+    if not any(name.endswith(".experts") for name in llm.graph):
+        raise UsageError("the model has no experts that a router chooses: load a mixture of experts")
     names = llm.graph.matching("names", "layers.*.experts")
     traces = llm.trace(list(prompts), names)
     n_experts = {name: llm.graph[name.replace("experts", "router")].width for name in names}

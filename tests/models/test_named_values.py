@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from localllm.inspection.names import ValueNames
 from localllm.inspection.transformers_values import _layers, values_of
-from localllm.kernels.backend import Step
-from localllm.kernels.variants import graph_variant
+from localllm.kernels.backend import Batch, HostOutput, Step
+from localllm.kernels.variants import graph_variant, head_graph
 from tests.helpers.backends import shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner, make_batch
@@ -29,9 +29,12 @@ Array = NDArray[Any]
 
 def run(step: Step, ids: Sequence[int], past: int, n_pages: int = 8, **more: Any) -> Array:
     """Return the logits of all tokens of one sequence."""
+    return step(replace(batch_of(step, ids, past, n_pages), **more)).copy()
+
+
+def batch_of(step: Step, ids: Sequence[int], past: int, n_pages: int = 8) -> Batch:
     batch = make_batch([(ids, past, range(n_pages))])
-    tables = np.repeat(batch.block_tables, len(step.cache.windows), axis=0)
-    return step(replace(batch, block_tables=tables, **more)).copy()
+    return replace(batch, block_tables=np.repeat(batch.block_tables, len(step.cache.windows), axis=0))
 
 
 def traced(runner: Runner, names: Sequence[str], chunks: Sequence[slice] = (slice(None),)) -> dict[str, Array]:
@@ -67,6 +70,10 @@ def check(name: str, runner: Runner, limit: float) -> None:
     chunked = traced(runner, [*names], (slice(0, 7), slice(7, 20), slice(20, None)))
     for value, rows in ours.items():
         np.testing.assert_array_equal(chunked[value], rows, err_msg=value)
+    graph = runner.model.graph
+    stream = ours[f"layers.{graph.n_layers - 1}.output"]
+    head = runner.step.variant(head_graph(graph))
+    np.testing.assert_array_equal(head.run(batch_of(head, IDS, 0), HostOutput(stream)).rows(), ours["logits"])
 
 
 @pytest.mark.parametrize("name", TINY)

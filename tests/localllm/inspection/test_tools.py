@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import localllm
-from localllm import LLM, Steering, UsageError
+from localllm import LLM, NotEnoughMemoryError, Steering, UsageError
 from localllm.inspection import tools
 from tests.helpers.tiny_models import tiny_gguf
 
@@ -29,6 +29,38 @@ def test_the_logit_lens_ends_with_the_logits(llm: LLM) -> None:
     assert lens.shape == (3, len(CLEAN), 300)
     np.testing.assert_array_equal(lens[-1], llm.trace(CLEAN, "logits")["logits"])
     assert not np.array_equal(lens[0], lens[-1])
+
+
+def test_attention_of_chosen_heads(llm: LLM) -> None:
+    probabilities = tools.attention(llm, CLEAN, [(2, 3), (0, 1), (2, 0)])
+    assert probabilities.shape == (3, len(CLEAN), len(CLEAN))
+    np.testing.assert_allclose(probabilities.sum(axis=-1), 1, atol=1e-6)
+    np.testing.assert_array_equal(np.triu(probabilities, 1), 0)
+    np.testing.assert_array_equal(tools.attention(llm, CLEAN, [(0, 1)])[0], probabilities[1])
+    edited = {"layers.0.keys": np.zeros(llm.graph["layers.0.keys"].width)}
+    equal = tools.attention(llm, CLEAN, [(0, 1)], steer=Steering(edited, "replace"))[0]
+    np.testing.assert_allclose(equal[-1], 1 / len(CLEAN), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        ([(3, 0)], "layer 3 has no softmax attention: choose among the layers with it (0, 1, 2)"),
+        ([(0, 0), (1, 4)], "layer 1 has the heads 0 to 3: there is no head 4"),
+        ([], "heads is [], but must be a list of pairs of a layer and a head"),
+    ],
+    ids=["layer", "head", "none"],
+)
+def test_heads_that_do_not_exist(llm: LLM, heads: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        tools.attention(llm, CLEAN, heads)
+    assert str(error.value) == message
+
+
+def test_attention_larger_than_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "available_memory", lambda: 100)
+    with pytest.raises(NotEnoughMemoryError, match=r"^the attention of 1 heads takes 0.00 GB, but 0.00 GB of memory"):
+        tools.attention(llm, CLEAN, [(0, 0)])
 
 
 def test_patching_finds_where_prompts_differ(llm: LLM) -> None:

@@ -183,6 +183,34 @@ def test_a_program_that_does_not_fit_in_memory_ends_only_its_requests(
         assert llm.trace(OTHER, "layers.0.output")["layers.0.output"].shape == (70, 64)
 
 
+def test_unembed_computes_the_logits_of_streams(llm: LLM) -> None:
+    values = llm.trace(IDS, ["layers.2.output", "logits"])
+    llm.forget()
+    plain = llm.generate(IDS[:60], max_tokens=3, temperature=0)
+    streams = [llm.stream(IDS[:60], max_tokens=3, temperature=0) for _ in range(2)]
+    rows = np.concatenate([values["layers.2.output"]] * 2)  # more than the context
+    np.testing.assert_array_equal(llm.unembed(rows), np.concatenate([values["logits"]] * 2))
+    assert {stream.read().ids for stream in streams} == {plain.ids}
+    assert llm.unembed(rows[:0]).shape == (0, 300)
+
+
+def test_unembed_leaves_the_cache_alone(llm: LLM) -> None:
+    llm.forget()
+    expected = llm.logits([0] * 20)
+    llm.forget()
+    llm.unembed(llm.trace(IDS[:20], "layers.2.output")["layers.2.output"])
+    np.testing.assert_array_equal(llm.logits([0] * 20), expected)
+
+
+def test_bad_streams(llm: LLM) -> None:
+    with pytest.raises(UsageError, match=r"^streams has the shape \[64\], but must be \[n, 64\]$"):
+        llm.unembed(np.zeros(64))
+    with pytest.raises(UsageError, match=r"^streams has the shape \[2, 63\]"):
+        llm.unembed(np.zeros((2, 63)))
+    with pytest.raises(UsageError, match=r"^streams has NaN or infinity: "):
+        llm.unembed(np.full((2, 64), np.nan))
+
+
 def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"^names names 'layer.1.output'.*nearest names are layers.1.output"):
         llm.trace(IDS, "layer.1.output")
