@@ -300,18 +300,27 @@ def test_refused_requests_are_counted_with_their_route() -> None:
         n_refused = statuses.count(b"429")
         assert n_refused > 0
         assert value(server, "http_requests_total", route=CHAT, status="429") == n_refused
+        assert eventually(lambda: value(server, "replies_total", finished_reason="cancelled") == 8 - n_refused)
+        assert value(server, "request_queue_seconds_count") == 8 - n_refused  # also those that never started
         server.wait_until_idle()
 
 
 def test_labels_are_bounded_whatever_clients_send() -> None:
     with serving(demo(), names=("demo", "other")) as server:
         before = len(families(scrape(server)))
-        for n in range(30):
-            for path in (f"/unknown/{n}", f"/v1/models/m{n}", f"/v1/responses/{n}", f"/%0a{n}", f"/slots/{n}?a={n}"):
-                httpx.get(server.url + path)
-                httpx.request(f"WORD{n}", server.url + path)
-            post(server, model=f"model{n}")
-            httpx.get(f"{server.url}/v1/models", headers={"Host": f"evil{n}.example"})
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            for n in range(5):
+                for path in (
+                    f"/unknown/{n}",
+                    f"/v1/models/m{n}",
+                    f"/v1/responses/{n}",
+                    f"/%0a{n}",
+                    f"/slots/{n}?a={n}",
+                ):
+                    client.get(path)
+                    client.request(f"WORD{n}", path)
+                client.post(CHAT, json={"messages": HI, "model": f"model{n}"})
+                client.get("/v1/models", headers={"Host": f"evil{n}.example"})
         text = scrape(server, "localllm")
         assert len(families(scrape(server))) == before
         samples = [sample for family in families(text) for sample in family.samples]
