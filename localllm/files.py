@@ -176,6 +176,14 @@ class NewFile:
             self._discard()
             raise self._error(error) from error
 
+    def keep_access(self) -> None:
+        """Copy the owner, group and mode of an existing file that the new file replaces."""
+        if sys.platform != "win32":
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                status = self.path.stat()
+                os.fchown(self._file.fileno(), status.st_uid, status.st_gid)
+                os.fchmod(self._file.fileno(), stat.S_IMODE(status.st_mode))
+
     def sync(self) -> None:
         """Wait until all written bytes are on the disk."""
         try:

@@ -58,10 +58,12 @@ OWN_TESTS = {
     "serve.md": "tests/localllm/server/test_serve_command.py",
     "add-a-command.md": "tests/test_worked_examples.py",
     "agents.md": "tests/localllm/cli/test_launch.py",
+    "production.md": "tests/localllm/integrations/test_production.py",
     "add-a-weight-format.md": "tests/test_worked_examples.py",
     "add-an-api-field.md": "tests/test_worked_examples.py",
     "add-an-architecture.md": "tests/test_worked_examples.py",
     "add-an-operation.md": "tests/test_worked_examples.py",
+    "add-a-kernel.md": "tests/test_worked_examples.py",
 }
 
 #: Fences with other content than commands, programs and their output, and what reads them.
@@ -69,6 +71,7 @@ OTHER_FENCES = {
     ("add-a-weight-format.md", "diff"): "tests/test_worked_examples.py",
     ("add-an-api-field.md", "diff"): "tests/test_worked_examples.py",
     ("add-an-operation.md", "diff"): "tests/test_worked_examples.py",
+    ("add-a-kernel.md", "diff"): "tests/test_worked_examples.py",
     ("add-an-option.md", "diff"): "tests/test_worked_examples.py",
     ("debug-a-wrong-reply.md", "diff"): "tests/test_worked_examples.py",
     ("chat.md", "toml"): "tests/tui/test_terminal.py writes such settings",
@@ -78,6 +81,10 @@ OTHER_FENCES = {
     ("images.md", "py"): "needs a model with image input: tests/models/encoders/test_seeing.py",
     ("audio.md", "py"): "needs a model with audio input: tests/models/encoders/test_hearing.py",
     ("many-machines.md", "haproxy"): "tests/localllm/integrations/test_haproxy.py",
+    **dict.fromkeys(
+        [("production.md", name) for name in ("caddy", "ini", "nginx", "toml")],
+        "tests/localllm/integrations/test_production.py",
+    ),
     ("many-machines.md", "py"): "needs a cluster: tests/localllm/integrations/test_ray.py",
 }
 
@@ -180,8 +187,9 @@ def test_named_extras_exist() -> None:
 def test_commands_in_sentences_exist_with_their_flags(page: Path) -> None:
     for line in re.findall(r"`(?:\w+=\S+ )?localllm ([a-z][^`]*)`", page.read_text("utf-8")):
         name, *words = line.split()
-        name = {"help": "doctor", "service": "serve"}.get(name, command_aliases().get(name, name))
-        assert {word for word in words if re.match(r"--?[a-z]", word)} <= set(parser_of(name).flags), line
+        name = {"help": "doctor"}.get(name, command_aliases().get(name, name))
+        known = {*parser_of(name).flags, *(parser_of("serve").flags if name == "service" else ())}
+        assert {word for word in words if re.match(r"--?[a-z]", word)} <= known, line
 
 
 def test_all_encoders_are_in_the_table() -> None:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,18 +44,27 @@ def copy_source(root: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", root)
 
 
-def test_the_new_operation_of_the_docs_passes_its_tests(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("page", "n_edits", "name", "cases"),
+    [
+        ("add-an-operation.md", 7, "hard_swish", ("gated-activation=hard_swish", "activation-activation=hard_swish")),
+        ("add-a-kernel.md", 8, "l1_norm", ("l1_norm-width=5", "l1_norm-width=100")),
+    ],
+)
+def test_the_new_operations_of_the_docs_pass_their_tests(
+    page: str, n_edits: int, name: str, cases: Sequence[str], tmp_path: Path
+) -> None:
     copy_source(tmp_path)
-    edits = blocks("add-an-operation.md", "diff")
-    assert len(edits) == 7
+    edits = blocks(page, "diff")
+    assert len(edits) == n_edits
     for edit in edits:
         apply(edit, tmp_path)
-    command = [sys.executable, "-m", "pytest", "-v", "tests/kernels/test_operation_formulas.py", "-k", "hard_swish"]
+    command = [sys.executable, "-m", "pytest", "-v", "tests/kernels/test_operation_formulas.py", "-k", name]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for case in ("gated", "activation"):
+    for case in cases:
         for backend in ("reference", "cpu"):
-            assert re.search(rf"{backend}[\w-]*-{case}-activation=hard_swish\] PASSED", done.stdout), done.stdout
+            assert re.search(rf"{backend}[\w-]*-{re.escape(case)}\] PASSED", done.stdout), done.stdout
 
 
 #: Uses the example's option in every front end: with such a high bound only the likeliest token is left.

@@ -27,7 +27,7 @@ Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAtten
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -38,6 +38,11 @@ from localllm.kernels.backend import Cache
 
 #: Prompt tokens between snapshots of recurrent states: a multiple of the page size.
 SNAPSHOT_TOKENS = 512
+
+#: Most bytes copied to or from pages between two steps: a few milliseconds.
+BYTES_AT_ONCE = 4 << 20
+#: Fraction of the pages that stay available to running requests while blocks are restored.
+RESERVED_SHARE = 1 / 8
 
 
 class Launched(NamedTuple):
@@ -292,6 +297,14 @@ class PagedCache:
         """Return whether a block from `blocks` is still in the tree."""
         parent = block.parent
         return parent is not None and (parent.children.get(tuple(block.ids)) is block or block in parent.tails)
+
+    def parts_of(self, block: Block) -> Iterator[tuple[int, Callable[[], bytes]]]:
+        """Yield number and reader of each part of a block, as in `restore`."""
+        for group, page in enumerate(block.pages):
+            if page != NONE:
+                yield group, partial(self.storage.read, group, page)
+        for n, slot in sorted(block.snapshots.items()):
+            yield -n, partial(self.storage.read, None, slot)
 
     def restore(
         self,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from localllm.engine.block_store import BlockStore, StoredBlock
-from localllm.engine.cache import PagedCache, common_prefix
+from localllm.engine.cache import BYTES_AT_ONCE, RESERVED_SHARE, PagedCache, common_prefix
 from localllm.engine.records import (
     MEDIA_LABEL,
     MEDIA_ROOT,
@@ -31,13 +31,8 @@ from localllm.engine.request import Request
 from localllm.engine.scheduler import StepTimes
 from localllm.engine.snapshots import NONE, Block
 
-#: Most bytes copied to or from pages between two steps of running requests: a few milliseconds.
-_BYTES_AT_ONCE = 4 << 20
 #: Most bytes that are read ahead of the pages.
 _READ_AHEAD = 32 << 20
-
-#: Fraction of the pages that restoring leaves to running requests.
-_LEFT_TO_REQUESTS = 1 / 8
 
 #: Most blocks after the last full block of a prompt that are compared with the prompt's next tokens.
 _MOST_CHILDREN = 256
@@ -189,7 +184,7 @@ class DiskTier:
             if not self._store.has_room:
                 self._wait()
                 return False
-            if n_bytes >= _BYTES_AT_ONCE:
+            if n_bytes >= BYTES_AT_ONCE:
                 return True
             if changed:
                 block = next(iter(changed))
@@ -214,12 +209,8 @@ class DiskTier:
         for block in reversed(blocks):
             assert block.parent is not None
             assert block.parent.key is not None
-            ids, read = ids_bytes(block.ids), self._cache.storage.read
-            for group, page in enumerate(block.pages):
-                if page != NONE:
-                    n_bytes += self._put(block.parent.key, ids, group, partial(read, group, page))
-            for n, slot in block.snapshots.items():
-                n_bytes += self._put(block.parent.key, ids, -n, partial(read, None, slot))
+            ids = ids_bytes(block.ids)
+            n_bytes += sum(self._put(block.parent.key, ids, *part) for part in self._cache.parts_of(block))
         return n_bytes
 
     def _put(self, parent: bytes, ids: bytes, part: int, data: Callable[[], bytes]) -> int:
@@ -344,11 +335,11 @@ class DiskTier:
                 restoring.levels.clear()
                 restoring.reads = deque(read for read in restoring.reads if read[0] is None)
             n_bytes += n_read
-            if n_bytes >= (_READ_AHEAD if is_alone else _BYTES_AT_ONCE):
+            if n_bytes >= (_READ_AHEAD if is_alone else BYTES_AT_ONCE):
                 return True
 
     def _restore_level(self, restoring: _Restoring, level: _Level, data: dict[int, bytes], *, is_alone: bool) -> None:
-        reserve = 0.0 if is_alone else _LEFT_TO_REQUESTS
+        reserve = 0.0 if is_alone else RESERVED_SHARE
         block = self._cache.restore(
             restoring.parent, level.ids, data, restoring.uses, reserve=reserve, replaces_snapshots=True
         )

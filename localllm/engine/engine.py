@@ -64,6 +64,10 @@ _LONGEST_SLEEP_S = 3600.0
 #: Longest wait of a step for tokens from sampling threads, in seconds. Later tokens join a later step.
 _CHOICES_S = 0.01
 
+#: A request that is alone samples in the engine thread after a choice that took at most this long, in seconds: to
+#: wake a thread and to wait for it takes about 0.1 ms.
+_QUICK_CHOICE_S = 1e-3
+
 _T = TypeVar("_T")
 
 #: A token, whether it equals its draft, and whether the text is complete.
@@ -516,14 +520,19 @@ class EngineLoop:
         if request.max_tokens == 0:
             return "length"
         drafts = request.drafts[: scheduled.n_drafts]
-        if request.sampler.is_slow and not isinstance(request.drafter, MTPDrafter):
+        is_slow = request.sampler.is_slow and not isinstance(request.drafter, MTPDrafter)
+        if is_slow and not (request.choosing_s <= _QUICK_CHOICE_S and self._scheduler.has_one):
             copied = [_row(logits, rows.start + i).copy() for i in range(scheduled.n_drafts + 1)]
             choices = _choices(request, drafts, [partial(request.sampler, row) for row in copied])
             request.is_choosing = True
             self._sampling_threads.put(partial(_choose, self.inbox, scheduled, position, begin, choices))
             return None
         steps = [_chooser(request.sampler, logits, rows.start + i) for i in range(scheduled.n_drafts + 1)]
-        return self._take_choices(scheduled, position, begin, _choices(request, drafts, steps))
+        choosing = time.perf_counter()
+        reason = self._take_choices(scheduled, position, begin, _choices(request, drafts, steps))
+        if is_slow:
+            request.choosing_s = time.perf_counter() - choosing
+        return reason
 
     def _take_choices(
         self, scheduled: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]
@@ -673,10 +682,12 @@ def _choose(
         return
     sampled: list[_Chosen] = []
     failure: BaseException | None = None
+    begin_choice = time.perf_counter()
     try:
         sampled.extend(choices)
     except BaseException as error:
         failure = error
+    scheduled.request.choosing_s = time.perf_counter() - begin_choice
     inbox.put(lambda loop: loop.chosen(scheduled, position, begin, sampled, failure))
 
 

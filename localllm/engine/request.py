@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
@@ -142,6 +143,7 @@ class Request:
     n_cached: int = 0  # prompt tokens found in the cache
     n_reached: int = 0  # most tokens ever in the cache; preemption lowers the current number
     n_again: int = 0  # generated tokens to evaluate again after rejected drafts
+    choosing_s: float = math.inf  # seconds that its last choice took, for a grammar
     is_choosing: bool = False  # a sampling thread is choosing its next tokens; excluded from steps
     embeddings: dict[bytes, Embeddings] = field(default_factory=dict)  # of upcoming images and audio, by content key
     is_cancelled: bool = False  # set by any thread; takes effect before the next step

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
-from localllm.engine.cache import PagedCache
+from localllm.engine.cache import BYTES_AT_ONCE, RESERVED_SHARE, PagedCache
 from localllm.engine.records import (
     MAGIC,
     MEDIA_ROOT,
@@ -36,11 +36,8 @@ from localllm.errors import PromptCacheError, path_text
 from localllm.files import NewFile
 from localllm.regular_file import open_regular
 
-#: Most blocks and bytes copied between two steps: a few milliseconds.
-_BLOCKS_AT_ONCE, _BYTES_AT_ONCE = 64, 4 << 20
-
-#: Fraction of the pages that loading leaves to running requests.
-_LEFT_TO_REQUESTS = 1 / 8
+#: Most blocks copied between two steps: a few milliseconds.
+_BLOCKS_AT_ONCE = 64
 
 _T = TypeVar("_T")
 
@@ -102,12 +99,11 @@ def _copied(remaining: deque[Block], cache: PagedCache) -> list[tuple[Block, Blo
     for _ in range(min(len(remaining), _BLOCKS_AT_ONCE)):
         block = remaining.popleft()
         if cache.holds(block):
-            parts = {group: cache.storage.read(group, page) for group, page in enumerate(block.pages) if page != NONE}
-            parts |= {-n: cache.storage.read(None, slot) for n, slot in sorted(block.snapshots.items())}
+            parts = {part: read() for part, read in cache.parts_of(block)}
             preceding = None if block.parent is cache.root else block.parent
             copied.append((block, preceding, ids_bytes(block.ids), parts))
             n_bytes += sum(map(len, parts.values()))
-        if n_bytes >= _BYTES_AT_ONCE:
+        if n_bytes >= BYTES_AT_ONCE:
             break
     return copied
 
@@ -122,7 +118,7 @@ class _Loading:
 
     def restore(self, batch: list[tuple[Record, bytes]], cache: PagedCache) -> None:
         """Add blocks to the cache as far as there is room. Raises ValueError if a block does not fit this cache."""
-        reserve = _LEFT_TO_REQUESTS if cache.n_pages - cache.n_available > len(self.blocks) else 0.0
+        reserve = RESERVED_SHARE if cache.n_pages - cache.n_available > len(self.blocks) else 0.0
         for record, data in batch:
             if record.parent == MEDIA_ROOT:
                 cache.embeddings.put(record.ids, unpack_embeddings(data))
@@ -173,7 +169,7 @@ def _batches(file: BinaryIO, records: Iterator[Record]) -> Iterator[list[tuple[R
             damage = error
         except StopIteration:
             damage = ValueError("the file is truncated")
-        if n_bytes >= _BYTES_AT_ONCE or len(batch) >= _BLOCKS_AT_ONCE:
+        if n_bytes >= BYTES_AT_ONCE or len(batch) >= _BLOCKS_AT_ONCE:
             yield batch
             batch, n_bytes = [], 0
     if batch:

@@ -120,6 +120,10 @@ class Scheduler:
     def requests(self) -> list[Request]:
         return [*self.running, *self.waiting]
 
+    @property
+    def has_one(self) -> bool:
+        return len(self.running) == 1 and not self.waiting
+
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=attrgetter("rank"))
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from localllm.chat.built_in_templates import built_in
 from localllm.chat.template_source import TemplateSource
-from localllm.engine.block_store import open_store
+from localllm.engine.block_store import BlockStore, open_store
 from localllm.engine.drafting.assistant import AssistantModel
 from localllm.engine.drafting.block import BlockModel
 from localllm.engine.drafting.model import DraftModel
@@ -92,10 +92,8 @@ def load_file(options: LoadOptions) -> LoadedModel:
         if encoder is not None:
             on_failure.callback(encoder.close)
         sources = [_read(file, options, "the model", adapts=True, sees=encoder is not None)]
-        store = None
-        if options.prompt_cache is not None and sources[0].model.pooling is None:
-            size = options.prompt_cache_size
-            store = open_store(Path(options.prompt_cache), None if size is None else round(size * 1e9))
+        store = None if sources[0].model.pooling is not None else _open_store(options)
+        if store is not None:
             on_failure.callback(store.close)
         reading = files.enter_context(_TokenizerReader(file))
         template_source, template = TemplateSource.of_file(sources[0].file), None
@@ -138,13 +136,11 @@ def load_file(options: LoadOptions) -> LoadedModel:
     drafting: DraftModel | None = None
     warnings = _device_warnings(devices) + warnings
     for draft_runner, draft_info, notices in loaded[1:]:
-        _log_info(draft_info, "draft model ")
         # A step of one token takes as long as reading the weights.
         cost = draft_info.placement.multiplied / max(1, info.placement.multiplied)
         drafting = make_draft_model(draft_runner, expected_cost=cost)
-        if sources[1].file is sources[0].file:  # an MTP block of the same file
-            n_values = sum(prod(use.weight.shape) for use in weights_of(sources[1].model.graph))
-            draft_info = replace(draft_info, n_parameters=n_values)
+        draft_info = _draft_info(draft_info, sources)
+        _log_info(draft_info, "draft model ")
         info, warnings = replace(info, draft=draft_info), warnings + notices
     loop = EngineLoop(
         runner,
@@ -162,6 +158,20 @@ def load_file(options: LoadOptions) -> LoadedModel:
     return LoadedModel(
         tokenizer, engine, embedder, encoder, options, info, template_source, defaults, template, warnings
     )
+
+
+def _open_store(options: LoadOptions) -> BlockStore | None:
+    if options.prompt_cache is None:
+        return None
+    size = options.prompt_cache_size
+    return open_store(Path(options.prompt_cache), None if size is None else round(size * 1e9))
+
+
+def _draft_info(info: ModelInfo, sources: Sequence[_ModelSource]) -> ModelInfo:
+    """Return the information of a draft model. The parameters of an MTP block do not include the rest of the file."""
+    if sources[1].file is not sources[0].file:
+        return info
+    return replace(info, n_parameters=sum(prod(use.weight.shape) for use in weights_of(sources[1].model.graph)))
 
 
 def _cache_label(info: ModelInfo, adapters: Sequence[Adapter], tree: Any) -> str | None:

@@ -31,6 +31,7 @@ class CallSearch:
         self._grammar, self._splitter = grammar, None if grammar.is_anywhere else ThinkingSplitter(opened)
         self._text, self._bytes = "", b""  # the end of the answer, and of an incomplete character
         self._is_over = False  # whether the search has ended
+        self._may_start: bool | None = None  # None until it is computed for the newest text
         #: The start of a call in the prefix; None without one.
         self.call_in_prefix = self.add((f"{opened}{prefix}" if grammar.is_anywhere else prefix).encode())
 
@@ -49,13 +50,18 @@ class CallSearch:
     @property
     def may_start(self) -> bool:
         """Whether the next token may complete an opening."""
-        if self._splitter is not None and (self._splitter.held or self._splitter.is_open):
-            return bool(self._splitter.held)
-        return bool(self.endings) if self._grammar.is_bare else n_open(self._text, self._grammar.openings) > 0
+        if self._may_start is None:
+            if self._splitter is not None and (self._splitter.held or self._splitter.is_open):
+                self._may_start = bool(self._splitter.held)
+            elif self._grammar.is_bare:
+                self._may_start = bool(self.endings)
+            else:
+                self._may_start = n_open(self._text, self._grammar.openings) > 0
+        return self._may_start
 
     def stop(self) -> None:
         """Search no further."""
-        self._is_over, self._text = True, ""
+        self._is_over, self._text, self._may_start = True, "", None
 
     def copy(self) -> Self:
         search = copy.copy(self)
@@ -66,6 +72,7 @@ class CallSearch:
         """Add text. Return the text of the call from its start on; None if no call has started."""
         if self._is_over:
             return None
+        self._may_start = None
         data = self._bytes + data
         text, n = codecs.utf_8_decode(data, "replace", False)
         self._bytes = data[n:]

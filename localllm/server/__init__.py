@@ -4,6 +4,7 @@
 
     monitor.Monitor     assigns an id, and at the end updates metrics, logs and traces
     http.Guard          checks Host, Origin, key and size
+    keys, roles         read the key file; the role that each route needs
     app, bodies         select the handler, and convert the body to a struct
     openai, anthropic,
     ollama, llamacpp    convert the struct to a `GenerationJob`, and replies to the API's JSON by a `ReplyWriter`

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ from localllm.server import (
     ollama,
     openai,
     responses,
+    roles,
     transcriptions,
 )
 from localllm.server.answers import LoraScale
 from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import Guard, HTTPError, Limits, json_response
+from localllm.server.keys import CURRENT
 from localllm.server.metrics import Metrics
 from localllm.server.models import Models
 from localllm.server.monitor import Monitor, Monitoring
@@ -159,6 +161,7 @@ def description() -> dict[str, Any]:
 
 @dataclass
 class _Path:
+    pattern: str  # such as "/v1/responses/{id}"
     dispatcher: Dispatcher
     endpoints: dict[str, tuple[_Endpoint, Any]] = field(default_factory=dict)  # with the type of the body, by method
 
@@ -169,6 +172,9 @@ class _Path:
         if method not in self.endpoints:
             allow = ", ".join(self.endpoints)
             raise HTTPError(405, f"{scope['path']:.80} takes {allow}, not {scope['method']:.20}", allow=allow)
+        key, role = CURRENT.get(), roles.role_of(method, self.pattern)
+        if key is not None and not key.has_role(role):
+            raise HTTPError(403, f"this needs a key with the role {role}: use one, or another endpoint")
         endpoint, body_type = self.endpoints[method]
         request = Request(scope, receive, send)
         bodies = [] if body_type is None else [await decode(request, body_type, self.dispatcher.read_body)]
@@ -185,6 +191,7 @@ class App:
     has_slots: bool = True  # whether ``/slots`` answers
     monitoring: Monitoring = field(default_factory=Monitoring)  # metrics, logs and traces
     dispatcher: Dispatcher = field(init=False)  # submits requests to the models
+    routes: Sequence[Route] = field(init=False)  # all endpoints
     asgi: ASGIApp = field(init=False)  # the application for a server such as uvicorn
     load_error: Exception | None = field(init=False, default=None)  # why the only model cannot be loaded
     stop: Callable[[], object] = field(init=False, default=lambda: None)  # stops the server, which sets it
@@ -197,11 +204,11 @@ class App:
         for method, names, endpoint, body_type in _ENDPOINTS:
             for name in names:
                 row = (endpoint, body_type) if self.has_slots or name != "/slots" else (_left_out, None)
-                paths.setdefault(name, _Path(self.dispatcher)).endpoints[method] = row
-        routes = [Route(name, path) for name, path in paths.items()]
-        router = Router(routes, redirect_slashes=False, default=_not_found, lifespan=self._lifespan)
+                paths.setdefault(name, _Path(name, self.dispatcher)).endpoints[method] = row
+        self.routes = [Route(name, path) for name, path in paths.items()]
+        router = Router(self.routes, redirect_slashes=False, default=_not_found, lifespan=self._lifespan)
         guard = Guard(router, self.limits, self.models.log)
-        self.asgi = Monitor(guard, routes, metrics, self.monitoring)
+        self.asgi = Monitor(guard, self.routes, metrics, self.monitoring)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: ASGIApp) -> AsyncIterator[None]:

@@ -30,6 +30,7 @@ from localllm.server.answers import (
     stopping,
 )
 from localllm.server.http import HTTPError, cancel_on_disconnect
+from localllm.server.keys import charge
 from localllm.server.metrics import Metrics
 from localllm.server.models import Models, ServedModel
 from localllm.server.records import note
@@ -208,6 +209,8 @@ class Dispatcher:
     def _end(self, pending: PendingReplies) -> None:
         self.active.pop(pending.number, None)
         self.models.release(pending.served)
+        usages = [stream.usage for stream in pending.streams]
+        charge(sum(usage.total_tokens - usage.cached_tokens for usage in usages))
 
 
 def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:

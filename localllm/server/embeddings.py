@@ -17,6 +17,7 @@ from localllm.llm import LLM
 from localllm.server.answers import Prompt, Prompts, join_prompt, prompts_of
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import HTTPError, json_response
+from localllm.server.keys import charge
 from localllm.server.records import note
 
 
@@ -85,6 +86,7 @@ async def _in_steps(
         batch, n = await dispatcher.with_model(request, model, partial(work, texts[i : i + _AT_ONCE]))
         rows += batch
         n_tokens += n
+        charge(n)
     note(prompt_tokens=n_tokens)
     return rows, n_tokens
 

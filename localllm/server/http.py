@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localllm import errors
 from localllm.options.declared import LoadOptions, declared, in_flags
+from localllm.server.keys import CURRENT, NOBODY, KeyFile, LimitError
 from localllm.server.logs import LOG
 from localllm.server.models import LoadError, TooLargeError, UnknownModelError
 from localllm.server.records import current_id, note
@@ -58,7 +59,8 @@ _TYPES = {
 class HTTPError(errors.LocalLLMError):
     """An error response.
 
-    ``code`` is a machine-readable word, ``allow`` lists the methods of the path, ``more`` contains further fields.
+    ``code`` is a machine-readable word, ``allow`` lists the methods of the path, ``more`` contains further fields,
+    ``retry_s`` is the number of seconds until a client may try again.
     """
 
     def __init__(
@@ -69,9 +71,11 @@ class HTTPError(errors.LocalLLMError):
         allow: str = "",
         param: str | None = None,
         more: Mapping[str, Any] = MappingProxyType({}),
+        retry_s: int = 2,
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.allow, self.param, self.more = status, code, allow, param, more
+        self.retry_s = retry_s
 
     @classmethod
     def of(cls, error: BaseException, fields: Mapping[str, str] = MappingProxyType({})) -> HTTPError:
@@ -102,6 +106,8 @@ class HTTPError(errors.LocalLLMError):
             return cls(404, str(error), "model_not_found")
         if isinstance(error, errors.QueueFullError):
             return cls(429, "too many requests wait for the model already: try again later", "queue_full")
+        if isinstance(error, LimitError):
+            return cls(429, str(error), "rate_limit_exceeded", retry_s=error.wait_s)
         if isinstance(error, errors.NotEnoughMemoryError):
             return cls(503, "there is not enough memory for this model and the models in use: try again later")
         if isinstance(error, errors.ClosedError):
@@ -136,7 +142,7 @@ class HTTPError(errors.LocalLLMError):
         }
 
     def response(self, path: str) -> Response:
-        headers = {"Retry-After": "2"} if self.status in (429, 503) else {}
+        headers = {"Retry-After": str(self.retry_s)} if self.status in (429, 503) else {}
         if self.allow:
             headers["Allow"] = self.allow
         if self.status == 401:
@@ -273,7 +279,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 #: Paths that need no key.
-_OPEN_PATHS = ("/", "/health", "/v1/health")
+OPEN_PATHS = ("/", "/health", "/v1/health")
 
 #: Schemes of the windows of desktop programs, such as Electron's, Tauri's and Visual Studio Code's.
 _DESKTOP = ("app", "file", "tauri", "vscode-file", "vscode-webview")
@@ -289,6 +295,8 @@ class Limits:
     max_body: int = 32 << 20  # bytes per request
     read_timeout_s: float = 60.0  # maximum seconds to receive a request
     image_hosts: Sequence[str] = ()  # allowed hosts of image URLs; "*" is any on the Internet
+    keys: KeyFile | None = None  # keys with roles and limits, in place of ``api_keys``
+    prefix: str = ""  # start of all paths, such as "/llm"; empty without a prefix
 
     def __post_init__(self) -> None:
         if not all(key.strip() for key in self.api_keys):
@@ -324,10 +332,13 @@ class Guard:
             await send(message)
 
         scope.setdefault("state", {})
+        # Always set: uvicorn starts a pipelined request in the context of the connection's previous request.
+        CURRENT.set(None if self._limits.keys is None else NOBODY)
         try:
             self._check_host_and_origin(headers)
             if scope["method"] == "OPTIONS" and cors:
                 return await Response(status_code=204)(scope, receive, sending)
+            self._remove_prefix(scope)
             if len(scope["path"]) > 1 and scope["path"].endswith("/"):
                 scope["path"] = scope["path"].rstrip("/") or "/"
             limits = {"max_body": self._limits.max_body, "image_hosts": self._limits.image_hosts}
@@ -383,18 +394,38 @@ class Guard:
 
     def _client(self, scope: Scope, headers: dict[str, str]) -> str:
         """Return the client's id for the queue and stored responses: the hash of its key, or its address."""
-        if not self._keys:
+        if not self._keys and self._limits.keys is None:
             return str((scope.get("client") or ("",))[0])
         scheme, _, token = headers.get("authorization", "").partition(" ")
         api_key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if self._limits.keys is not None:
+            return self._client_of_file(scope, api_key, self._limits.keys)
         digest = hashlib.sha256(api_key.encode("latin-1")).digest()
         # Compare all keys, so that the time does not depend on which key matches.
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(matches):
-            if scope["path"] in _OPEN_PATHS:
-                return ""
-            raise HTTPError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
+            return _without_key(scope)
         return f"key {digest.hex()[:16]}"
+
+    def _client_of_file(self, scope: Scope, api_key: str, file: KeyFile) -> str:
+        """Return the id of a client whose key is in the key file.  Counts the request, unless it only reads."""
+        file.refresh()
+        key = file.find(api_key)
+        if key is None:
+            return _without_key(scope)
+        CURRENT.set(key)
+        scope["state"]["key_name"] = key.name
+        if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            key.count_request()
+        return f"key {key.digest.hex()[:16]}"
+
+    def _remove_prefix(self, scope: Scope) -> None:
+        """Remove the prefix from the path of a request."""
+        prefix, path = self._limits.prefix, scope["path"]
+        if prefix:
+            if path != prefix and not path.startswith(f"{prefix}/"):
+                raise HTTPError(404, f"{path!r:.80} does not exist: all paths start with {prefix}")
+            scope["path"] = path[len(prefix) :] or "/"
 
     def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
         limit = self._limits.max_body
@@ -422,6 +453,13 @@ class Guard:
             return message
 
         return bounded
+
+
+def _without_key(scope: Scope) -> str:
+    """Return the client's id of a request without a valid key.  Raises HTTPError unless its path needs none."""
+    if scope["path"] in OPEN_PATHS:
+        return ""
+    raise HTTPError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
 
 
 def _is_host(host: str) -> bool:

@@ -63,7 +63,7 @@ _FILE_NAME = re.compile(r"(?!lock$|.*\.blocks$)[\w-][\w.-]{0,127}", re.ASCII)
 
 
 async def health(request: Request, dispatcher: Dispatcher) -> Response:
-    served = dispatcher.models.served.values()
+    served = dispatcher.models.visible()
     loading = {model.name: model.load_progress for model in served if model.load_progress is not None}
     more = {"loading": loading} if loading else {}
     if dispatcher.is_stopping:
@@ -132,7 +132,7 @@ async def slots(request: Request, dispatcher: Dispatcher) -> Response:
     if dispatcher.is_starting:
         raise HTTPError(503, "the model is being loaded: ask again later", "unavailable")
     rows: list[dict[str, Any]] = []
-    for served in dispatcher.models.served.values():
+    for served in dispatcher.models.visible():
         if served.llm is None:
             continue
         slot = {"model": served.name, "n_ctx": served.llm.info.context}

@@ -42,7 +42,7 @@ async def unload(request: Request, dispatcher: Dispatcher, body: ModelName) -> R
 async def unload_all(request: Request, dispatcher: Dispatcher) -> Response:
     if request.method != "POST" and "mozilla" in request.headers.get("user-agent", "").lower():
         raise HTTPError(403, "browsers cannot unload models by an address, which any page can contain: send a POST")
-    for served in list(dispatcher.models.served.values()):
+    for served in dispatcher.models.visible():
         await dispatcher.models.unload(served)
     return PlainTextResponse("OK")
 
@@ -52,7 +52,7 @@ async def running(request: Request, dispatcher: Dispatcher) -> Response:
     states = {"loaded": "ready", "loading": "starting"}
     rows = [
         {"model": served.name, "state": states[served.state], "ttl": served.ttl_s or 0}
-        for served in dispatcher.models.served.values()
+        for served in dispatcher.models.visible()
         if served.state in states
     ]
     return json_response({"running": rows})
@@ -66,7 +66,7 @@ async def events(request: Request, dispatcher: Dispatcher) -> Response:
 async def _changes(dispatcher: Dispatcher) -> AsyncIterator[bytes]:
     reported: dict[str, dict[str, Any]] = {}
     while not dispatcher.is_stopping:
-        for served in dispatcher.models.served.values():
+        for served in dispatcher.models.visible():
             status = _status(served)
             if status != reported.get(served.name):
                 reported[served.name] = status

@@ -20,6 +20,7 @@ from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
 from localllm.inspection.steering import Steering
 from localllm.llm import LLM
 from localllm.options.types import LoadProgress
+from localllm.server.keys import CURRENT
 
 _T = TypeVar("_T")
 
@@ -170,18 +171,29 @@ class Models:
         self._threads = ThreadPoolExecutor(4, "localllm-models")
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model that a request names.  Ignores case, Ollama's ":latest" and ".gguf"."""
-        first = next(iter(self.served.values()))
+        """Return the model that a request names.  Ignores case, Ollama's ":latest" and ".gguf".
+
+        Raises UnknownModelError, also for a model that the request's key may not use.
+        """
+        visible = self.visible()
+        if not visible:
+            raise UnknownModelError("this key may use no model here: an administrator must add one")
         if not name:
-            return first
-        model = self._by_key.get(_key(name), first if self._takes_any_name else None)
-        if model is None:
-            names = ", ".join(list(self.served)[:5]) + (", …" if len(self.served) > 5 else "")
+            return visible[0]
+        model = self._by_key.get(_key(name), visible[0] if self._takes_any_name else None)
+        if model not in visible:
+            names = ", ".join(each.name for each in visible[:5]) + (", …" if len(visible) > 5 else "")
             raise UnknownModelError(
                 f"there is no model {name!r:.80} here, but {names}: name one of them, or give the first this name "
                 "with serve --alias"
             )
+        assert model is not None
         return model
+
+    def visible(self) -> list[ServedModel]:
+        """Return the models that the current request may use."""
+        key = CURRENT.get()
+        return [m for m in self.served.values() if key is None or key.allows(m.name, *m.preset.aliases)]
 
     def named(self, name: str) -> ServedModel:
         """Return the model with exactly this name.  Raises UnknownModelError."""
@@ -190,8 +202,8 @@ class Models:
         return self.find(name)
 
     def has(self, name: str | None) -> bool:
-        """Return whether a model has exactly this name."""
-        return _key(name or "") in self._by_key
+        """Return whether a model that the current request may use has exactly this name."""
+        return self._by_key.get(_key(name or "")) in self.visible()
 
     @property
     def n_loads(self) -> int:
@@ -199,7 +211,7 @@ class Models:
         return sum(model.n_loads for model in self.served.values())
 
     async def listed(self) -> list[ServedModel]:
-        """Return all models, with `ServedModel.details` read from the files' headers."""
+        """Return the visible models, with `ServedModel.details` read from the files' headers."""
 
         def read_details() -> None:
             reader = DetailsReader()
@@ -209,7 +221,7 @@ class Models:
             reader.save()
 
         await self._in_thread(read_details)
-        return list(self.served.values())
+        return self.visible()
 
     async def acquire(self, name: str | None) -> tuple[ServedModel, LLM]:
         """Return a model for one request, and load it if necessary.  The request must call `release`."""

@@ -37,6 +37,7 @@ from localllm.server.answers import (
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.endpoint import ReplyWriter, respond
 from localllm.server.http import HTTPError, json_bytes, json_response
+from localllm.server.keys import is_admin
 from localllm.server.models import ServedModel
 from localllm.server.openai import warnings_json
 from localllm.version import __version__
@@ -80,6 +81,7 @@ def _job(body: OllamaRequest, **more: Any) -> GenerationJob:
 
 
 async def chat(request: Request, dispatcher: Dispatcher, body: OllamaRequest) -> Response:
+    _check_keep_alive(request, body, loads_only=not body.messages)
     if not body.messages:
         return await _load_only(body, dispatcher, _ChatLineWriter)
     return await respond(request, dispatcher, body, _chat_job, _ChatLineWriter)
@@ -107,6 +109,7 @@ def _images(location: str, images: object) -> list[Media]:
 
 
 async def generate(request: Request, dispatcher: Dispatcher, body: OllamaRequest) -> Response:
+    _check_keep_alive(request, body, loads_only=not body.prompt)
     if not body.prompt:
         return await _load_only(body, dispatcher, _LineWriter)
     if body.suffix:
@@ -247,6 +250,15 @@ def _seconds(keep_alive: str | float | None) -> float | None:
     if length != "0" and ("".join(number + unit for number, unit in amounts) != length or not amounts):
         raise HTTPError(400, f"keep_alive is {keep_alive!r:.40}, but must be a number of seconds, or as 5m or 1h30m")
     return math.inf if keep_alive.startswith("-") else sum(float(number) * _UNITS[unit] for number, unit in amounts)
+
+
+def _check_keep_alive(request: Request, body: OllamaRequest, *, loads_only: bool) -> None:
+    """Ignore ``keep_alive`` without an administrator's key, because it affects all clients of the model."""
+    if body.keep_alive is not None and not is_admin():
+        if loads_only and _seconds(body.keep_alive) == 0:
+            raise HTTPError(403, "unloading a model needs a key with the role admin: leave keep_alive out")
+        body.keep_alive = None
+        request.state.ignored.append("keep_alive")
 
 
 def _keep(served: ServedModel, keep_alive: float | None) -> None:

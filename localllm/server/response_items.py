@@ -238,6 +238,8 @@ def _read(number: int, item: Mapping[str, Any], tools: ToolItems, skipped: list[
             output = json.dumps([tool.get("name") for tool in listed if isinstance(tool, Mapping)])
         elif item_type == "shell_call_output":
             output = _shell_output(output)
+        elif output is not None and not isinstance(output, str | list):
+            output = json.dumps(output, ensure_ascii=False)
         result = {"role": "tool", "tool_call_id": item.get("call_id") or item.get("id"), "content": output}
         yield read_message(number, result, skipped=skipped)
     else:

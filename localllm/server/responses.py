@@ -196,7 +196,10 @@ class _ResponseWriter(ReplyWriter[ResponsesRequest]):
         return [self._line(name, fields) for name, fields in events]
 
     def error(self, body: dict[str, Any]) -> bytes:
-        return self._line("error", body)
+        error = {name: body["error"][name] for name in ("code", "message", "param")}
+        failed = self._response("failed") | {"error": {**error, "code": error["code"] or "server_error"}}
+        # Libraries read the nested error, and coding agents the failed response.
+        return self._line("error", {**error, **body}) + self._line("response.failed", {"response": failed})
 
     def answer(self, replies: list[Reply]) -> Response:
         (reply,) = replies

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -30,6 +30,9 @@ _ENDING = 16
 
 #: Seconds before an idle connection is closed, and seconds to receive the head of a request.
 KEEP_ALIVE_S, HEAD_S = 75, 10.0
+
+#: Address of clients of a Unix socket, for `Server`'s ``trusted_proxies``.
+UNIX_CLIENT = "unix"
 
 #: Bytes of a connection that are parsed before other connections get a turn.  Tiny chunks are slow to parse.
 _PARSED_AT_ONCE = 4096
@@ -52,19 +55,6 @@ def connection_limit() -> int:
             return MAX_CONNECTIONS
         return max(8, min(MAX_CONNECTIONS, limit - _ENDING - OTHER_FILES))
     return MAX_CONNECTIONS
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.  Port 0 selects any free port."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
-    except (OSError, OverflowError) as error:
-        raise UsageError(f"{host} port {port} cannot be listened on ({error}): choose another --port") from None
-    # Accepted connections inherit this option.  Without it a token waits 40 ms for the acknowledgement of the
-    # previous token.  asyncio sets the option only for sockets created with an explicit protocol number.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
 
 
 def end_if_busy(code: int) -> None:
@@ -92,6 +82,8 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.client is None:
+            self.client = (UNIX_CLIENT, 0)
         self._unparsed = b""
         self._heard_at = self.loop.time()
         self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(HEAD_S, transport.close)
@@ -159,8 +151,22 @@ class _Connection(H11Protocol):
 class Server(uvicorn.Server):
     """Uvicorn, but at shutdown running replies have ``grace_s`` seconds to finish before they end with an error."""
 
-    def __init__(self, app: App, *, grace_s: float, tls: tuple[Path | None, Path | None] = (None, None)) -> None:
-        """``tls``: files of the private key and certificate; plain HTTP without them."""
+    def __init__(
+        self,
+        app: App,
+        *,
+        grace_s: float,
+        tls: tuple[Path | None, Path | None] = (None, None),
+        trusted_proxies: Sequence[str] = (),
+    ) -> None:
+        """Create the server.
+
+        Args:
+            app: the application.
+            grace_s: seconds that running replies have to finish after the first signal.
+            tls: files of the private key and certificate; plain HTTP without them.
+            trusted_proxies: addresses and networks whose header ``X-Forwarded-For`` names the client.
+        """
         config = uvicorn.Config(
             app.asgi,
             ssl_keyfile=tls[0],
@@ -170,6 +176,8 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=bool(trusted_proxies),
+            forwarded_allow_ips=list(trusted_proxies),
             timeout_keep_alive=KEEP_ALIVE_S,
             limit_concurrency=connection_limit() + _ENDING,
             timeout_graceful_shutdown=math.ceil(grace_s) + _LAST_WORDS_S,
@@ -201,6 +209,8 @@ class Server(uvicorn.Server):
             return
         signals = (signal.SIGINT, signal.SIGTERM)
         handlers = {number: signal.signal(number, self.handle_exit) for number in signals}
+        if self._app.limits.keys is not None and hasattr(signal, "SIGHUP"):  # otherwise SIGHUP ends the process
+            handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._reload_keys)
         try:
             yield
         finally:
@@ -213,6 +223,11 @@ class Server(uvicorn.Server):
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._stop, 0.0 if at_once else self._grace_s)
+
+    def _reload_keys(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is not None and (file := self._app.limits.keys) is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(file.reload)
 
     def _stop_when_started(self) -> None:
         """Stop the server, in its event loop, after the start is complete.  Otherwise uvicorn does not clean up."""

@@ -98,7 +98,7 @@ def running(arguments: Sequence[object], *, env: dict[str, str] | None = None, *
 
     Ctrl-C reaches it even if the tests run in the background of a script and ignore it.
     """
-    with _default_interrupts():
+    with default_interrupts():
         process = subprocess.Popen(command(*arguments), cwd=ROOT, env=env or environment(), **streams)
     timer = threading.Timer(LIMIT, process.kill)
     timer.start()
@@ -111,8 +111,8 @@ def running(arguments: Sequence[object], *, env: dict[str, str] | None = None, *
 
 
 @contextmanager
-def _default_interrupts() -> Iterator[None]:
-    """Restore the default SIGINT handler while a child starts: children inherit an ignored signal, but no handler."""
+def default_interrupts() -> Iterator[None]:
+    """Restore the default SIGINT handler. Children inherit an ignored signal, but no handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

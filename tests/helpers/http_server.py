@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from localllm.server.app import App
 from localllm.server.http import Limits
 from localllm.server.models import Loader, Models
 from localllm.server.monitor import Monitoring
-from localllm.server.uvicorn_server import Server, listen
+from localllm.server.sockets import listen
+from localllm.server.uvicorn_server import Server
 
 #: Renders tools, tool results and thinking, as templates of large models do.
 TOOLS_TEMPLATE = (
@@ -150,15 +152,18 @@ def serving(
     grace_s: float = 0.2,
     responses_folder: Path | None = None,
     loads_first: bool = False,
+    trusted_proxies: Sequence[str] = (),
+    listening: AbstractContextManager[socket.socket] | None = None,
     monitoring: Monitoring | None = None,
     **options: Any,
 ) -> Iterator[Serving]:
     models = Models(sources or dict.fromkeys(names), load, **options)
     app = App(models, limits or Limits(), responses_folder, loads_first, monitoring=monitoring or Monitoring())
-    server = Server(app, grace_s=grace_s)
-    with listen("127.0.0.1", 0) as socket:
-        port = socket.getsockname()[1]
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, name="test-server", daemon=True)
+    server = Server(app, grace_s=grace_s, trusted_proxies=trusted_proxies)
+    with listening or listen("127.0.0.1", 0) as opened:
+        address = opened.getsockname()  # a string for a Unix socket
+        port = 0 if isinstance(address, str) else address[1]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]}, name="test-server", daemon=True)
         thread.start()
         try:
             yield Serving(f"http://127.0.0.1:{port}", port, app, server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import subprocess
@@ -229,6 +230,9 @@ def test_the_command_lists_and_clears(tmp_path: Path, capfdbinary: pytest.Captur
     outcome = run_main(capfdbinary, "cache", tmp_path / "cache", "--clear")
     assert "another program writes to it; close that program first" in outcome.error()
     store.close()
-    assert "removed" in run_main(capfdbinary, "cache", tmp_path / "cache", "--clear").out
+    removed = json.loads(run_main(capfdbinary, "cache", tmp_path / "cache", "--clear", "--json").out)
+    assert (removed["n_removed_bytes"] > 0, removed["n_bytes"], removed["models"]) == (True, 0, [])
+    assert run_main(capfdbinary, "cache", tmp_path / "cache").out.endswith(": empty\n")
+    assert "removed 0 B" in run_main(capfdbinary, "cache", tmp_path / "cache", "--clear").out
     assert not list((tmp_path / "cache").glob("*.blocks"))
     assert "there is no folder" in run_main(capfdbinary, "cache", tmp_path / "none").error()

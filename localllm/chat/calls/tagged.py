@@ -283,6 +283,8 @@ def read_nested(source: CallSource, call: Call, mark: str) -> Reading:
         elif is_open:
             while _close_part(call, open_parts) != name:
                 pass
+        elif open_parts and not open_parts[-1].parts:  # the name of the opening tag was not repeated correctly
+            _close_part(call, open_parts)
     while open_parts:
         _close_part(call, open_parts)
     call.close_object()

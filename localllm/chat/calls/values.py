@@ -436,7 +436,10 @@ class _NestedValues(_TextValues):
         return f"({begin} {self.value(schema)} {end})"
 
     def any_tag(self) -> str:
-        return ""
+        # A grammar cannot compare the two names. Tags of calls would end the call.
+        name = self._rules.add(f"{_ANY_NAME} & ~/invoke|tool_call/", is_terminal=True)
+        begin, end = (f"{literal(self._mark + bracket)} {name} {literal('>')}" for bracket in ("<", "</"))
+        return self._rules.add(f"{begin} {self._text({}, end, self._mark[:4])}")
 
     def object(self, schema: dict[str, Any]) -> str:
         return self.arguments(schema)

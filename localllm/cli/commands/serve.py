@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import signal
 import socket
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -52,20 +54,32 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM."""
+    """Serve until Ctrl-C or SIGTERM.  With a key file, SIGHUP does not end the start either."""
+    if arguments.keys is None or not hasattr(signal, "SIGHUP"):
+        return _serve(arguments)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server handles it
+    try:
+        return _serve(arguments)
+    finally:
+        signal.signal(signal.SIGHUP, before or signal.SIG_DFL)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
     try:
         import msgspec  # noqa: F401
 
         from localllm.server.app import App
         from localllm.server.logs import logging_to_stderr
         from localllm.server.monitor import Monitoring
+        from localllm.server.sockets import inherited
         from localllm.server.stats import Stats
     except ModuleNotFoundError as error:
         raise UsageError(f'serve needs {error.name}, which is not installed: pip install "localllm[serve]"') from None
 
     _check_flags(arguments)
     with nullcontext() if arguments.log_format is None else logging_to_stderr(arguments.log_format):
-        limits, stats, tracing = _limits(arguments), Stats(), _tracing()
+        sockets = inherited()
+        limits, stats, tracing = _limits(arguments, sockets), Stats(), _tracing()
         models, loads_first = _models(arguments, stats)
         app = App(
             models,
@@ -77,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         # Python's default of 5 ms per thread that renders or tokenizes would delay each step several times.
         sys.setswitchinterval(_SWITCH_S)
-        _listen(arguments, app, limits, stats)
+        _listen(arguments, app, limits, stats, sockets)
     if app.load_error is not None:
         raise app.load_error.__cause__ or app.load_error
     return 0
@@ -106,11 +120,31 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         flag = "--lora" if arguments.lora else "--draft-model" if arguments.draft_model else "--mmproj"
         if len(arguments.models) + len(arguments.downloads) != 1:
             raise UsageError(f"{flag} needs exactly one model: name one with -m FILE")
+    if arguments.prefix and not re.fullmatch(r"(/[\w.~-]+)+", arguments.prefix, re.ASCII):
+        rule = (
+            "it starts with '/', does not end with '/', and consists of letters, digits, '/', '_', '-', '.' and '~'"
+        )
+        raise UsageError(f"--api-prefix {arguments.prefix!r:.80} is not the start of paths: {rule}")
+    for address in arguments.trusted_proxies:
+        _check_proxy(address)
     if arguments.log_prompts and arguments.log_format is None:
         raise UsageError("--log-prompts needs --log-format: add --log-format text or --log-format json")
     if (arguments.ssl_key is None) != (arguments.ssl_certificate is None):
         raise UsageError("--ssl-key-file and --ssl-cert-file need each other: add the missing flag")
     chat_template(arguments)  # reports an invalid template before a model is loaded
+
+
+def _check_proxy(address: str) -> None:
+    """Raise UsageError unless a string is an address, a network in the form 10.0.0.0/8, or "unix"."""
+    import ipaddress
+
+    try:
+        if address != "unix":
+            ipaddress.ip_network(address)
+    except ValueError:
+        raise UsageError(
+            f"--trusted-proxy {address!r:.80} is no address, network (10.0.0.0/8) or unix: correct it"
+        ) from None
 
 
 def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
@@ -257,20 +291,31 @@ def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Load
     return settings, load_model
 
 
-def _limits(arguments: argparse.Namespace) -> Limits:
-    """Return the limits of access; with ``--lan``, other devices of the network need a key."""
+def _limits(arguments: argparse.Namespace, sockets: Sequence[socket.socket]) -> Limits:
+    """Return the limits of access; with ``--lan``, other devices of the network need a key.
+
+    ``sockets``: sockets that systemd has opened, in place of ``--host`` and ``--port``.
+    """
     from localllm.server.http import Limits
+    from localllm.server.keys import KeyFile
+    from localllm.server.sockets import UNIX, host_of
 
     keys, names = _api_keys(arguments), list(arguments.hosts)
+    log = (lambda line: None) if arguments.quiet else say
+    file = None if arguments.keys is None else KeyFile(expanded(arguments.keys), log)
+    if file is not None and keys:
+        raise UsageError(f"--keys replaces --api-key, --api-key-file and {KEY_VARIABLE}: remove them")
     if arguments.lan:
         from localllm.server.local_network import lan_key
 
         arguments.host = arguments.host if arguments.host not in _LOOPBACK else "0.0.0.0"
         names.append("*.local")  # phones use this name of the machine
-        keys = keys or [lan_key()]
-    hosts = _hosts(arguments)
-    if not {*hosts} <= {*_LOOPBACK} and not keys:
-        warn(f"everyone who can reach {arguments.host} can use this server: add --api-key KEY to require a key")
+        keys = keys or ([lan_key()] if file is None else [])
+    hosts = [host_of(opened) for opened in sockets] or _hosts(arguments)
+    hosts = [host for host in hosts if not host.startswith(UNIX)]
+    if not {*hosts} <= {*_LOOPBACK} and not keys and file is None:
+        shown = ",".join(hosts)
+        warn(f"everyone who can reach {shown} can use this server: add --api-key KEY to require a key")
     return Limits(
         api_keys=keys,
         hosts=[*names, *hosts],
@@ -278,6 +323,8 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         max_body=arguments.max_body << 20,
         read_timeout_s=arguments.read_timeout,
         image_hosts=arguments.image_hosts,
+        keys=file,
+        prefix=arguments.prefix,
     )
 
 
@@ -285,28 +332,51 @@ def _hosts(arguments: argparse.Namespace) -> list[str]:
     return [host.strip() for host in arguments.host.split(",")]
 
 
-def _listen(arguments: argparse.Namespace, app: App, limits: Limits, stats: Stats) -> None:
-    from localllm.server.local_network import invitation, lan_address
-    from localllm.server.uvicorn_server import Server, end_if_busy, listen
+def _listen(
+    arguments: argparse.Namespace, app: App, limits: Limits, stats: Stats, inherited: Sequence[socket.socket]
+) -> None:
+    from localllm.server.local_network import invitation
+    from localllm.server.uvicorn_server import Server, end_if_busy
 
     with ExitStack() as sockets:
-        listening = list[socket.socket]()
-        for host in _hosts(arguments):  # with port 0, all hosts use the same free port
-            port = listening[0].getsockname()[1] if listening else arguments.port
-            listening.append(sockets.enter_context(listen(host, port)))
-        host, port = listening[0].getsockname()[:2]
-        host = (lan_address() or host) if host == "0.0.0.0" else host  # the address that other devices can use
-        server = Server(app, grace_s=arguments.grace, tls=(arguments.ssl_key, arguments.ssl_certificate))
-        scheme = "http" if arguments.ssl_key is None else "https"
-        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        listening = [*inherited] or _opened(arguments, sockets)
+        tls = (arguments.ssl_key, arguments.ssl_certificate)
+        server = Server(app, grace_s=arguments.grace, tls=tls, trusted_proxies=arguments.trusted_proxies)
+        url = _url(arguments, listening[0])
         say(f"listening on {url} (Ctrl-C stops the server)")
-        if arguments.lan and arguments.log_format is None:  # the invitation contains the key
+        if arguments.lan and limits.api_keys and arguments.log_format is None:  # the invitation contains the key
             say(invitation(url, limits.api_keys[0]))
         with stats.shown(app.models) if arguments.stats else nullcontext():
             server.run(sockets=listening)
     if app.monitoring.tracing is not None:
         app.monitoring.tracing.close()
     end_if_busy(0 if app.load_error is None else 1)
+
+
+def _opened(arguments: argparse.Namespace, sockets: ExitStack) -> list[socket.socket]:
+    """Return a listening socket for each host.  With port 0, all addresses use the same free port."""
+    from localllm.server.sockets import UNIX, listen, listen_unix
+
+    listening, port = list[socket.socket](), arguments.port
+    for host in _hosts(arguments):
+        if host.startswith(UNIX):
+            listening.append(sockets.enter_context(listen_unix(expanded(host.removeprefix(UNIX)))))
+        else:
+            listening.append(sockets.enter_context(listen(host, port)))
+            port = listening[-1].getsockname()[1]
+    return listening
+
+
+def _url(arguments: argparse.Namespace, listening: socket.socket) -> str:
+    from localllm.server.local_network import lan_address
+    from localllm.server.sockets import UNIX, host_of
+
+    host = host_of(listening)
+    if host.startswith(UNIX):
+        return host
+    host = (lan_address() or host) if host == "0.0.0.0" else host  # the address that other devices can use
+    scheme, port = "http" if arguments.ssl_key is None else "https", listening.getsockname()[1]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{arguments.prefix}"
 
 
 def _api_keys(arguments: argparse.Namespace) -> list[str]:
@@ -428,13 +498,28 @@ COMMAND = Command(
             "--lan",
             "let other devices on the network connect with a key (generated unless you set one), and show a QR code",
         ),
-        flag("--host HOST", "address to listen on, or several addresses separated by commas", default="127.0.0.1"),
+        flag(
+            "--host HOST",
+            "address to listen on, or several separated by commas; unix:PATH: a Unix socket",
+            default="127.0.0.1",
+        ),
         flag("--port N", "port to listen on; 0: any free port", whole(0, below=65536), default=8080),
         several("--api-key KEY", "require this key; the server shares its time evenly between keys", dest="api_keys"),
         flag(
             "--api-key-file FILE",
             "read keys from a file, one per line; lines that start with # are comments",
             dest="key_file",
+        ),
+        flag(
+            "--keys FILE",
+            "accept the keys in this file, with roles, models and limits; localllm keys writes it",
+            Path,
+        ),
+        flag("--api-prefix PREFIX", "serve everything below this path, such as /llm", dest="prefix", default=""),
+        several(
+            "--trusted-proxy ADDR",
+            "take the clients' addresses from X-Forwarded-For if this proxy sends it: an address, a network, or unix",
+            dest="trusted_proxies",
         ),
         several("--allow-host NAME", "also accept requests for this host name", dest="hosts"),
         several("--allow-image-urls HOST", "fetch images from web addresses at this host", dest="image_hosts"),

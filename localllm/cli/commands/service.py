@@ -22,6 +22,48 @@ _NAME = "localllm"
 _LABEL = "localllm.serve"
 
 
+#: Folder of the service of the machine: its working directory and its home.
+_STATE = Path("/var/lib") / _NAME
+
+#: Default user of the service of the machine.
+_USER = "localllm"
+
+#: Lines of the log that ``localllm service logs`` shows.
+_N_LINES = "200"
+
+#: Restrictions of the service of the machine.  ``PrivateDevices`` and ``ProtectClock`` (by its implied
+#: ``DeviceAllow``) would hide GPUs, and ``MemoryDenyWriteExecute`` would forbid compiled kernels.
+_HARDENING = """\
+CapabilityBoundingSet={capabilities}
+AmbientCapabilities={capabilities}
+NoNewPrivileges=yes
+ProtectSystem=strict
+ProtectHome=read-only
+PrivateTmp=yes
+PrivateMounts=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+ProtectProc=invisible
+LockPersonality=yes
+RemoveIPC=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
+UMask=0077
+StateDirectory=localllm
+CacheDirectory=localllm
+RuntimeDirectory=localllm
+StateDirectoryMode=0700
+CacheDirectoryMode=0700
+RuntimeDirectoryMode=0755"""
+
 #: Seconds from the end of the last reply (``--grace``) until a server that does not stop is killed.
 _STOP_S = 20
 
@@ -33,6 +75,10 @@ class Task(NamedTuple):
     folder: Path  # working directory of the command
     variables: Mapping[str, str]  # environment variables
     stop_s: int  # seconds until a server that does not stop is killed
+    reloads: bool = False  # whether SIGHUP reads files again
+    user: str = ""  # of a service of the machine; empty for a service of the current user
+    written: Sequence[Path] = ()  # folders of files that it creates, in addition to its own
+    has_low_port: bool = False  # whether it listens on a port below 1024
 
 
 class Manager(NamedTuple):
@@ -45,11 +91,17 @@ class Manager(NamedTuple):
     uninstall: Sequence[Sequence[str]]  # while the file exists
     uninstalled: Sequence[Sequence[str]]  # after the file is removed
     status: Sequence[str]
+    logs: Sequence[str]  # shows the end of the log, with "-f" also new lines; empty without a log
     hint: str
 
 
-def manager() -> Manager:
-    """Return the service manager of this platform."""
+def manager(*, system: bool = False) -> Manager:
+    """Return the service manager of this platform.
+
+    ``system``: of the machine, instead of the current user's.  Raises UsageError on platforms without systemd.
+    """
+    if system and sys.platform != "linux":
+        raise UsageError("--system needs systemd, which only Linux has: leave --system out")
     if sys.platform == "win32":
         path = user_data_path("localllm", appauthor=False) / "service.xml"
         create = ["schtasks", "/Create", "/F", "/TN", _NAME, "/XML", str(path)]
@@ -61,6 +113,7 @@ def manager() -> Manager:
             [["schtasks", "/End", "/TN", _NAME], ["schtasks", "/Delete", "/F", "/TN", _NAME]],
             [],
             ["schtasks", "/Query", "/TN", _NAME, "/V", "/FO", "LIST"],
+            [],
             "it starts when you log in, with the variables of localllm from your account (setx)",
         )
     if sys.platform == "darwin":
@@ -73,18 +126,23 @@ def manager() -> Manager:
             [["launchctl", "bootout", f"{domain}/{_LABEL}"]],
             [],
             ["launchctl", "print", f"{domain}/{_LABEL}"],
+            ["tail", "-n", _N_LINES, str(_log())],
             f"it starts when you log in; its log is {_log()}",
         )
-    systemctl = ["systemctl", "--user"]
+    scope = [] if system else ["--user"]
+    systemctl = ["systemctl", *scope]
+    folder = Path("/etc/systemd/system") if system else user_config_path() / "systemd" / "user"
+    hint = "it starts at boot" if system else "it starts at login (loginctl enable-linger: at boot)"
     return Manager(
         "systemd",
-        user_config_path() / "systemd" / "user" / f"{_NAME}.service",
+        folder / f"{_NAME}.service",
         systemd_unit,
         [[*systemctl, "daemon-reload"], [*systemctl, "enable", _NAME], [*systemctl, "restart", _NAME]],
         [[*systemctl, "disable", "--now", _NAME]],
         [[*systemctl, "daemon-reload"]],
         [*systemctl, "status", "--no-pager", _NAME],
-        f"it starts at login (loginctl enable-linger: at boot); its log: journalctl --user -u {_NAME}",
+        ["journalctl", *scope, "--no-pager", "-n", _N_LINES, "-u", _NAME],
+        f"{hint}; its log: localllm service logs{' --system' * system}",
     )
 
 
@@ -99,21 +157,26 @@ def systemd_unit(task: Task) -> bytes:
         word = re.sub(r'([\\"])', r"\\\1", word).replace("%", "%%").replace("\n", "\\n")
         return f'"{word}"'
 
+    reload = ["ExecReload=/bin/kill -HUP $MAINPID"] if task.reloads else []
     lines = [
         "[Unit]",
-        "Description=localllm serve, language models for this user's programs",
+        f"Description=localllm serve, language models for {'this machine' if task.user else 'one user'}",
+        *(["After=network-online.target", "Wants=network-online.target"] if task.user else []),
         "",
         "[Service]",
         "ExecStart=" + " ".join(quoted(word).replace("$", "$$") for word in task.command),
+        *reload,
         f"WorkingDirectory={str(task.folder).replace('%', '%%')}",
         *(f"Environment={quoted(f'{name}={value}')}" for name, value in task.variables.items()),
         "Restart=on-failure",
         "RestartSec=2",
         f"TimeoutStopSec={task.stop_s}",
-        "",
-        "[Install]",
-        "WantedBy=default.target",
     ]
+    if task.user:
+        capabilities = "CAP_NET_BIND_SERVICE" if task.has_low_port else ""
+        lines += [f"User={task.user}", _HARDENING.format(capabilities=capabilities)]
+        lines += [f"ReadWritePaths={quoted(f'-{folder}')}" for folder in task.written]
+    lines += ["", "[Install]", f"WantedBy={'multi-user' if task.user else 'default'}.target"]
     return ("\n".join(lines) + "\n").encode()
 
 
@@ -164,35 +227,81 @@ def scheduled_task(task: Task) -> bytes:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.flags and arguments.action != "install":
-        raise UsageError(f"{arguments.action} accepts no flags of serve: write localllm service {arguments.action}")
-    service_manager = manager()
-    if arguments.action == "install":
-        _install(service_manager, arguments.flags)
+    action = arguments.action
+    if action != "install" and (arguments.forwarded or arguments.user):
+        refused = "--user" if arguments.user else "flags of serve"
+        raise UsageError(f"{action} accepts no {refused}: write localllm service {action}")
+    if arguments.follow and action != "logs":
+        raise UsageError(f"{action} does not accept --follow: localllm service logs --follow shows new lines")
+    service_manager = manager(system=arguments.system)
+    if action == "install":
+        _install(service_manager, arguments)
         return 0
-    if arguments.action == "status":
-        if not service_manager.path.exists():
-            say("no service is installed: localllm service install -- FLAGS OF SERVE installs it")
-            return 1
-        say(f"service defined in {path_text(service_manager.path)}:")
-        import subprocess
+    if action == "uninstall":
+        _uninstall(service_manager)
+        return 0
+    if not service_manager.path.exists():
+        say("no service is installed: localllm service install -- FLAGS OF SERVE installs it")
+        return 1
+    if action == "logs":
+        if not service_manager.logs:
+            raise UsageError(
+                f"{service_manager.name} keeps no log: run localllm serve in a terminal to see its messages"
+            )
+        return _show([*service_manager.logs, *["-f"] * arguments.follow])
+    say(f"service defined in {path_text(service_manager.path)}:")
+    return _show(service_manager.status)
 
-        return subprocess.run(service_manager.status, check=False).returncode
+
+def _show(command: Sequence[str]) -> int:
+    """Run a command whose output the user sees.  Returns its exit code."""
+    import subprocess
+
+    try:
+        return subprocess.run(command, check=False).returncode
+    except OSError as error:
+        raise UsageError(f"{command[0]} cannot be run ({error.strerror}): check that it is installed") from None
+
+
+def _uninstall(service_manager: Manager) -> None:
     if not service_manager.path.exists():
         raise UsageError("no service is installed, so no service was removed")
     failures = [_run_command(command) for command in service_manager.uninstall]
-    service_manager.path.unlink()
+    try:
+        service_manager.path.unlink()
+    except OSError as error:
+        raise UsageError(_unwritable(service_manager.path, error)) from None
     failures += [_run_command(command) for command in service_manager.uninstalled]
     say(f"{path_text(service_manager.path)} was removed")
     if failure := next(filter(None, failures), None):
         say(f"{service_manager.name} reported: {failure}")
-    return 0
 
 
-def _install(service_manager: Manager, flags: Sequence[str]) -> None:
+def _unwritable(path: Path, error: OSError) -> str:
+    remedy = "run the command as root" if isinstance(error, PermissionError) else "check its folder"
+    return f"{path_text(path)} cannot be written ({error.strerror}): {remedy}"
+
+
+def _install(service_manager: Manager, arguments: argparse.Namespace) -> None:
+    task = _task(arguments)
+    try:
+        service_manager.path.parent.mkdir(parents=True, exist_ok=True)
+        service_manager.path.touch(mode=0o600)  # flags may contain keys
+        service_manager.path.write_bytes(service_manager.text(task))
+    except OSError as error:
+        raise UsageError(_unwritable(service_manager.path, error)) from None
+    say(f"{path_text(service_manager.path)} was written")
+    for command in service_manager.install:
+        if failure := _run_command(command):
+            raise UsageError(f"{service_manager.name} could not start the service: {failure} (the file is kept)")
+    say(f"the service is running: {service_manager.hint}")
+
+
+def _task(arguments: argparse.Namespace) -> Task:
+    """Return the service with the flags of a command line.  Raises UsageError if serve does not accept them."""
     parser = parser_of("serve")
-    line, _, parser.typed = in_our_flags("serve", flags, parser.flags)
-    arguments, unknown_words = parser.parse_known_args(line)
+    line, _, parser.typed = in_our_flags("serve", arguments.forwarded, parser.flags)
+    serve, unknown_words = parser.parse_known_args(line)
     if unknown_words:
         raise UsageError(f"serve does not accept {unknown_words[0]!r:.80}: see localllm serve --help")
     program = sys.executable
@@ -200,20 +309,40 @@ def _install(service_manager: Manager, flags: Sequence[str]) -> None:
         windowless = Path(program).with_name("pythonw.exe")
         program = str(windowless) if windowless.exists() else program
     variables = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    task = Task([program, "-m", "localllm", "serve", *line], Path.cwd(), variables, arguments.grace + _STOP_S)
+    command = [program, "-m", "localllm", "serve", *line]
+    task = Task(command, Path.cwd(), variables, serve.grace + _STOP_S, reloads=serve.keys is not None)
+    if not arguments.system:
+        if arguments.user:
+            raise UsageError("--user needs --system: a service of the current user runs as this user")
+        return task
+    _check_system(line, arguments.user or _USER)
+    sockets = [host.removeprefix("unix:") for host in serve.host.split(",") if host.startswith("unix:")]
+    written = [*filter(None, (serve.prompt_cache, serve.responses)), *(Path(path).parent for path in sockets)]
+    return task._replace(
+        folder=_STATE,
+        variables={"HOME": str(_STATE), **variables},
+        user=arguments.user or _USER,
+        written=[Path(folder) for folder in dict.fromkeys(map(str, written))],
+        has_low_port=0 < serve.port < 1024,
+    )
+
+
+def _check_system(line: Sequence[str], user: str) -> None:
+    """Raise UsageError if a service of the machine cannot have this user or these words of the command line."""
+    import pwd
+
     try:
-        service_manager.path.parent.mkdir(parents=True, exist_ok=True)
-        service_manager.path.touch(mode=0o600)  # flags may contain keys
-        service_manager.path.write_bytes(service_manager.text(task))
-    except OSError as error:
-        raise UsageError(
-            f"{path_text(service_manager.path)} cannot be written ({error.strerror}): check its folder"
-        ) from None
-    say(f"{path_text(service_manager.path)} was written")
-    for command in service_manager.install:
-        if failure := _run_command(command):
-            raise UsageError(f"{service_manager.name} could not start the service: {failure} (the file is kept)")
-    say(f"the service is running: {service_manager.hint}")
+        pwd.getpwnam(user)
+    except KeyError:
+        add = f"useradd --system --home-dir {_STATE} {user}"
+        raise UsageError(f"there is no user {user!r:.40}: add one with {add}, or name another with --user") from None
+    for word in line:
+        path = word.rpartition("=")[2]
+        if not os.path.isabs(path) and os.path.exists(path) and ("/" in path or "." in path):
+            raise UsageError(
+                f"{word!r:.200} is relative to this folder, but the service runs in {_STATE}: "
+                f"write {os.path.abspath(path)}"
+            )
 
 
 def _run_command(command: Sequence[str]) -> str | None:
@@ -228,14 +357,25 @@ def _run_command(command: Sequence[str]) -> str | None:
 
 
 COMMAND = Command(
-    "install [-- FLAGS OF SERVE] | status | uninstall",
-    "run the server in the background, started at login",
-    [flag("action install|status|uninstall", "what to do"), flag("flags FLAG", "flags of localllm serve", nargs="*")],
+    "install [--system] [-- FLAGS OF SERVE] | status | logs | uninstall",
+    "run the server in the background, started at login or at boot",
+    [
+        flag("action install|status|logs|uninstall", "what to do"),
+        flag(
+            "--system", "a service of the machine instead of the current user's, with restrictions (systemd, as root)"
+        ),
+        flag("--user NAME", f"user that runs a service of the machine (default: {_USER})"),
+        flag("-f --follow", "show new lines of the log until Ctrl-C"),
+    ],
     run,
     """\
 localllm service install -- -m qwen.gguf --lan creates a systemd unit (Linux), a launchd agent (macOS) or a task of
 the Task Scheduler (Windows), and starts it.  The service runs localllm serve with these flags, in this folder and as
 this user.  It is started when the user logs in, and restarted when it fails.  It uses the current values of the
 environment variables that localllm config lists; set keys with --api-key-file.
+
+With --system, the service is started at boot, runs as a user without privileges in /var/lib/localllm, and can write
+only there and in the folders of --prompt-cache and --responses.
 """,
+    forwards=True,
 )

@@ -285,6 +285,7 @@ DSML_PARAMETER = '<｜DSML｜parameter name="%s" string="%s">'
         "<minimax:tool_call><invoke name=add><parameter name=a>1<parameter name=note>x</invoke></minimax:tool_call>",
         '<function name="add"><param name="note">x<param name="a">1</function>',
         f'{M3}<tool_call>{M3}<invoke name="add">{M3}<a>1{M3}</a>{M3}<note>x{M3}</tool_call>',
+        f'{M3}<tool_call>{M3}<invoke name="add">{M3}<a>1{M3}</b>{M3}<note>x{M3}</note>{M3}</invoke>{M3}</tool_call>',
         f'<｜DSML｜tool_calls><｜DSML｜invoke name="add">{DSML_PARAMETER % ("a", "false")}1'
         f"{DSML_PARAMETER % ('note', 'false')}x</｜DSML｜invoke></｜DSML｜tool_calls>",
         "<|tool_call>call: add {note:'x' a:1}<tool_call|>",

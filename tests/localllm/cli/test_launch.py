@@ -21,7 +21,7 @@ from localllm.cli.interrupt import INTERRUPTED
 from localllm.cli.local_server import KEY_VARIABLE
 from localllm.kernels.code_cache import cache_root
 from localllm.server.http import Limits
-from tests.helpers.command_line import on_terminal, read_all, run_main
+from tests.helpers.command_line import default_interrupts, on_terminal, read_all, run_main
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, serving
 from tests.helpers.windows import elsewhere
@@ -346,17 +346,19 @@ def test_ctrl_c_while_the_state_of_the_server_is_read(
 ) -> None:
     """An exception there would leave the lock of `subprocess.Popen` locked, and the wait for the server's end would
     never return."""
-    n_finished = 0
+    n_started = n_finished = 0
 
     def interrupted(process: subprocess.Popen[bytes]) -> None:
-        nonlocal n_finished
+        nonlocal n_started, n_finished
+        n_started += 1
         signal.raise_signal(signal.SIGINT)
         n_finished += 1
 
     monkeypatch.setattr(subprocess.Popen, "poll", interrupted)
     url = free_url()
-    assert run_main(capfdbinary, *words(url)).code == INTERRUPTED
-    assert n_finished > 0
+    with default_interrupts():
+        assert run_main(capfdbinary, *words(url)).code == INTERRUPTED
+    assert n_started == n_finished > 0
     assert is_free(url)
     assert not leftovers(log)
 

@@ -13,7 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from localllm.cli.commands.service import Task, launch_agent, manager, scheduled_task, systemd_unit
+from localllm.cli.commands import service
+from localllm.cli.commands.service import Manager, Task, launch_agent, manager, scheduled_task, systemd_unit
 from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.other_system import use_folders_of
@@ -116,12 +117,22 @@ def test_what_cannot_be_done_is_said(systemctl: Path, capfdbinary: pytest.Captur
     assert "systemd could not start the service: systemctl failed" in outcome.err
 
 
+SYSTEM = TASK._replace(
+    reloads=True,
+    user="daemon",
+    written=[Path("/srv/some prompts 100%"), Path("/run/other")],
+    has_low_port=True,
+    variables={"HOME": "/var/lib/localllm"},
+)
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
-def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "scope"), [(TASK, ["--user"]), (SYSTEM, [])], ids=["user", "system"])
+def test_systemd_understands_the_unit(task: Task, scope: list[str], tmp_path: Path) -> None:
     path = tmp_path / "localllm.service"
-    path.write_bytes(systemd_unit(TASK._replace(command=[sys.executable, *TASK.command[1:]], folder=Path("/"))))
+    path.write_bytes(systemd_unit(task._replace(command=[sys.executable, *task.command[1:]], folder=Path("/"))))
     done = subprocess.run(
-        ["systemd-analyze", "verify", "--user", str(path)],
+        ["systemd-analyze", "verify", *scope, str(path)],
         capture_output=True,
         text=True,
         env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
@@ -129,6 +140,96 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     )
     assert str(path) not in done.stderr
     assert "localllm.service" not in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+def test_the_service_of_the_machine_is_restricted(tmp_path: Path) -> None:
+    """systemd rates a unit from 0 (restricted) to 10; a unit without restrictions has 9.6."""
+    path = tmp_path / "localllm.service"
+    path.write_bytes(systemd_unit(SYSTEM._replace(has_low_port=False)))
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=25", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_service_of_the_machine(
+    systemctl: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    path = systemctl.parent / "system" / "localllm.service"
+    path.parent.mkdir()
+    real = service.manager
+
+    def in_folder(*, system: bool = False) -> Manager:
+        return real(system=system)._replace(path=path) if system else real()
+
+    monkeypatch.setattr(service, "manager", in_folder)
+    flags = ["-m", "/srv/a.gguf", "--keys", "/etc/localllm/keys.toml", "--host", "127.0.0.1,unix:/run/x/llm.sock"]
+    flags += ["--prompt-cache", "/srv/prompts", "--responses", "/srv/responses", "--grace", "60"]
+    for more in (["--user", "nobody"], ["--user", "nobody", "--system"]):
+        outcome = run_main(capfdbinary, "service", "install", *more, "--", *flags)
+        assert outcome.code == (0 if "--system" in more else 2)
+    assert "--user needs --system" in run_main(capfdbinary, "service", "install", "--user", "nobody").err
+    lines = path.read_text().splitlines()
+    for line in (
+        "User=nobody",
+        "WorkingDirectory=/var/lib/localllm",
+        'Environment="HOME=/var/lib/localllm"',
+        "ExecReload=/bin/kill -HUP $MAINPID",
+        "TimeoutStopSec=80",
+        'ReadWritePaths="-/srv/prompts"',
+        'ReadWritePaths="-/srv/responses"',
+        'ReadWritePaths="-/run/x"',
+        "CapabilityBoundingSet=",
+        "ProtectSystem=strict",
+        "NoNewPrivileges=yes",
+        "WantedBy=multi-user.target",
+    ):
+        assert line in lines, line
+    assert (
+        run_main(capfdbinary, "service", "install", "--system", "--user", "nobody", "--", "--port", "443").code == 0
+    )
+    lines = path.read_text().splitlines()
+    assert "AmbientCapabilities=CAP_NET_BIND_SERVICE" in lines
+    assert not any(line.startswith("ExecReload") for line in lines)  # SIGHUP would end the server
+    (systemctl.parent / "model.gguf").write_text("")
+    for words, expected in (
+        (["--user", "no-such-user"], "useradd --system --home-dir /var/lib/localllm no-such-user"),
+        (["--user", "nobody", "--", "-m", "model.gguf"], f"write {systemctl.parent / 'model.gguf'}"),
+        (["--user", "nobody", "--", "--model=model.gguf"], "is relative to this folder"),
+    ):
+        assert expected in run_main(capfdbinary, "service", "install", "--system", *words).err
+    assert run_main(capfdbinary, "service", "status", "--system").code == 0
+    assert run_main(capfdbinary, "service", "uninstall", "--system").code == 0
+    assert not path.exists()
+    calls = systemctl.read_text(encoding="utf-8").splitlines()
+    assert calls[:3] == ["daemon-reload", "enable localllm", "restart localllm"]
+    assert calls[-3:] == ["status --no-pager localllm", "disable --now localllm", "daemon-reload"]
+
+
+def test_the_log_is_shown(
+    systemctl: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (systemctl.parent / "systemctl").rename(systemctl.parent / "journalctl")
+    assert run_main(capfdbinary, "service", "logs").code == 1
+    manager().path.parent.mkdir(parents=True)
+    manager().path.write_text("")
+    assert run_main(capfdbinary, "service", "logs").code == 0
+    assert run_main(capfdbinary, "service", "logs", "--follow").code == 0
+    assert systemctl.read_text(encoding="utf-8").splitlines() == [
+        "--user --no-pager -n 200 -u localllm",
+        "--user --no-pager -n 200 -u localllm -f",
+    ]
+    assert "does not accept --follow" in run_main(capfdbinary, "service", "status", "--follow").err
+    assert "accepts no --user" in run_main(capfdbinary, "service", "logs", "--user", "nobody").err
+    monkeypatch.setenv("PATH", str(systemctl.parent / "empty"))
+    assert "journalctl cannot be run" in run_main(capfdbinary, "service", "logs").err
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(os, "getuid", lambda: 501, raising=False)
+    assert "--system needs systemd" in run_main(capfdbinary, "service", "logs", "--system").err
 
 
 @pytest.mark.skipif(

@@ -305,7 +305,7 @@ def test_a_request_is_cancelled_while_its_blocks_are_read(engines: Engines, monk
 
 
 def test_blocks_are_copied_a_few_at_a_time(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(disk_tier, "BYTES_AT_ONCE", 1)
     engine = engines.start()
     engine.submit(writing([9, 9], 60))
     engine.submit(writing(list(range(60)), 1))

@@ -75,10 +75,21 @@ def test_no_other_request_waits_for_a_choice(engine: Engine) -> None:
         assert finish(engine, writing([3, 4], n)).ids == greedy_after([3, 4], n)
     assert engine.counts.steps >= steps + 48  # during the choice of one token
     assert not results(slow).ids
+    assert all(name.startswith("localllm-chooser") for name in grammar.threads)
     grammar.may_answer.set()
     assert results(slow).ended.wait(60)
     assert results(slow).ids == greedy_after([1, 2], 5)
-    assert all(name.startswith("localllm-chooser") for name in grammar.threads)
+    engine.close()
+
+
+@pytest.mark.parametrize(("seconds", "is_quick"), [(0.0, True), (0.002, False)])
+def test_only_quick_choices_of_a_single_request_stay_in_the_engines_thread(
+    engine: Engine, seconds: float, is_quick: bool
+) -> None:
+    grammar = SlowGrammar(seconds=seconds)
+    assert finish(engine, held([1, 2], 20, grammar)).ids == greedy_after([1, 2], 20)
+    assert "localllm-chooser-0" in grammar.threads  # of the first choice
+    assert ("localllm-engine" in grammar.threads) == is_quick
     engine.close()
 
 
@@ -183,7 +194,7 @@ def test_any_company_gives_the_same_texts() -> None:
 def test_a_request_whose_tokens_are_being_chosen_keeps_its_pages() -> None:
     """Also if its reader is slow and another request waits for its pages."""
     engine, _ = fake_engine(64, parallel=1, max_tokens=16)
-    grammar = SlowGrammar()
+    grammar = SlowGrammar(seconds=0.002)
     slow = held([1, 2], 30, grammar)
     slow.drafter = nearly_right(2)
     results(slow).on_token = lambda id_: grammar.may_answer.clear() if len(results(slow).ids) == 5 else None

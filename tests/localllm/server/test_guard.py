@@ -655,6 +655,12 @@ def test_a_request_that_fails_says_so_and_takes_no_other_with_it(
     assert streamed.status_code == 200
     assert "unexpected error in localllm" in streamed.text.strip().splitlines()[-1]
     assert ("event: error" in streamed.text) == (path in ("/v1/messages", "/v1/responses"))
+    if path == "/v1/responses":
+        *_, error, failed = (
+            json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")
+        )
+        assert error["message"] == failed["response"]["error"]["message"] == error["error"]["message"]
+        assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     thread.join()
     assert other == ["word " * 200 + "end"]
     assert "RuntimeError: a defect" in caplog.text

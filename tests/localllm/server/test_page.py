@@ -13,8 +13,6 @@ import threading
 import wave
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,12 @@ import pytest
 from PIL import Image
 
 from localllm.server.http import Limits
+from localllm.server.keys import KeyFile
 from localllm.tui.chat.conversation import Attachment, CallRecord, Conversation, ReplyStats, Window
 from localllm.tui.chat.export import from_json, to_json
 from tests.helpers import hostile_chats
 from tests.helpers.http_server import FAILS, TOOLS_TEMPLATE, Serving, scripted, serving
+from tests.localllm.server.test_keys import key_file, section
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -645,52 +645,27 @@ def test_the_edit_box_sends_with_the_key_of_the_composer(page: Any) -> None:
     assert page.locator(".message.user").inner_text().startswith("Other\nline")
 
 
-class Prefixed(BaseHTTPRequestHandler):
-    """A reverse proxy that serves the server at /llm and below."""
-
-    port = 0
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        if not f"{self.path}/".startswith("/llm/"):
-            self.send_error(404)
-            return
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
-        connection = HTTPConnection("127.0.0.1", self.port)
-        names = ("Accept", "Content-Type")
-        headers = {name: self.headers[name] for name in names if name in self.headers}
-        connection.request(self.command, self.path.removeprefix("/llm") or "/", body, headers)
-        reply = connection.getresponse()
-        data = reply.read()
-        connection.close()
-        self.send_response(reply.status)
-        for name in ("Content-Type", "Content-Security-Policy"):
-            if name in reply.headers:
-                self.send_header(name, reply.headers[name])
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    do_POST = do_GET
-
-
 @pytest.mark.parametrize("path", ["/llm/", "/llm"])
-def test_the_page_works_behind_a_path_prefix(open_page: Open, actor: Serving, path: str) -> None:
-    handler = type("Handler", (Prefixed,), {"port": actor.port})
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    try:
-        page = open_page(f"http://127.0.0.1:{proxy.server_port}{path}")
+def test_the_page_works_below_a_prefix(open_page: Open, path: str) -> None:
+    with serving(scripted(script), names=("first",), limits=Limits(prefix="/llm")) as prefixed:
+        page = open_page(prefixed.url + path)
         ask(page, "Hi", 1)
         page.get_by_text("turn 1.").wait_for()
         ask(page, "thought", 2)
         page.reload()
         page.get_by_text("turn 1.").wait_for()
-    finally:
-        proxy.shutdown()
-        proxy.server_close()
+
+
+def test_a_client_s_key_is_enough_for_the_page(browser: Any, tmp_path: Path) -> None:
+    path = key_file(tmp_path, section("mine", models=["second"]))
+    with serving(scripted(script), names=("first", "second"), limits=Limits(keys=KeyFile(path))) as locked:
+        page = browser.new_page()
+        page.goto(f"{locked.url}/#key=mine")
+        page.locator("#model-name", has_text="second").wait_for()
+        ask(page, "Hi", 1)
+        page.get_by_text("turn 1.").wait_for()
+        assert not any(page.locator(".error").all_inner_texts())
+        page.close()
 
 
 # -- Markdown that is expensive to draw ------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from localllm.options.settings import Settings
 from localllm.server.http import Limits
 from localllm.server.local_network import invitation, lan_address
 from localllm.server.models import Models
+from localllm.server.sockets import listen
 from localllm.server.stats import Stats
-from localllm.server.uvicorn_server import listen
 from tests.helpers.command_line import Outcome, command, environment, run_main, run_process
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import demo, serving
