@@ -32,16 +32,13 @@ from localllm.engine.engine import Counts
 from localllm.engine.request import Timings, Usage
 from localllm.errors import ClosedError
 from localllm.server.models import Models, ServedModel
-from localllm.server.records import RequestRecord
+from localllm.server.records import METHODS, RequestRecord
 from localllm.version import __version__
 
 #: Upper bounds of the histograms' buckets.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 _SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
-
-#: Methods of requests; others are counted as "other", because clients can send any word.
-_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 
 class _Sample(NamedTuple):
@@ -351,7 +348,7 @@ class Metrics:
     def observe(self, record: RequestRecord, route: str) -> None:
         """Count a request at its end.  ``route`` is the template of its path; empty for an unknown path."""
         now = time.perf_counter()
-        method, route = record.method if record.method in _METHODS else "other", route or "none"
+        method, route = record.method if record.method in METHODS else "other", route or "none"
         self._http.labels(method, route, str(record.status)).inc()
         self._http_seconds.labels(method, route).observe(now - record.started)
         for stream in record.streams:

@@ -18,6 +18,9 @@ from localllm.engine.request import FinishReason, Usage
 from localllm.generation.completion import Stream
 from localllm.llm import LLM
 
+#: Methods by their name in metrics and traces.  Clients can send any other word, so others have a common name.
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+
 #: Request ids that are accepted from clients.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 

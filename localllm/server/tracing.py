@@ -26,7 +26,7 @@ from opentelemetry.util.types import AttributeValue
 from starlette.types import Scope
 
 from localllm.errors import UsageError
-from localllm.server.records import RequestRecord
+from localllm.server.records import METHODS, RequestRecord
 from localllm.version import __version__
 
 #: Options of a generation by the names of the conventions.
@@ -43,9 +43,6 @@ _OPTIONS = {
 #: Seconds that the end of the server waits for the export of spans.
 _CLOSE_S = 3.0
 
-#: Methods that the conventions know.
-_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-
 
 class Tracing:
     """Creates the spans of requests."""
@@ -56,7 +53,7 @@ class Tracing:
     def start(self, scope: Scope) -> Span:
         """Start the span of an HTTP request, which continues the trace of the header ``traceparent``."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
+        method = scope["method"] if scope["method"] in METHODS else "_OTHER"
         attributes: dict[str, AttributeValue] = {
             "http.request.method": method,
             "url.path": scope["path"],
@@ -110,7 +107,7 @@ class Tracing:
 
 
 def _name(method: str) -> str:
-    return method if method in _METHODS else "HTTP"
+    return method if method in METHODS else "HTTP"
 
 
 def _fail(span: Span, record: RequestRecord) -> None:

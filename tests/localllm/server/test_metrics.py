@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +22,7 @@ from localllm.server.monitor import Monitoring
 from tests.helpers.data import ROOT
 from tests.helpers.engines import eventually
 from tests.helpers.http_server import FAILS, Serving, demo, scripted, serving
+from tests.localllm.server.test_keys import key_file, section, serving_keys
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -56,7 +59,8 @@ VLLM = {
 
 def scrape(server: Serving, names: str = "") -> str:
     headers = {"Authorization": "Bearer k"}
-    return httpx.get(f"{server.url}/metrics", params={"names": names}, headers=headers).text
+    url = f"{server.url}{server.app.limits.prefix}/metrics"
+    return httpx.get(url, params={"names": names}, headers=headers).text
 
 
 def families(text: str) -> list[Metric]:
@@ -300,18 +304,27 @@ def test_refused_requests_are_counted_with_their_route() -> None:
         n_refused = statuses.count(b"429")
         assert n_refused > 0
         assert value(server, "http_requests_total", route=CHAT, status="429") == n_refused
+        assert eventually(lambda: value(server, "replies_total", finished_reason="cancelled") == 8 - n_refused)
+        assert value(server, "request_queue_seconds_count") == 8 - n_refused  # also those that never started
         server.wait_until_idle()
 
 
 def test_labels_are_bounded_whatever_clients_send() -> None:
     with serving(demo(), names=("demo", "other")) as server:
         before = len(families(scrape(server)))
-        for n in range(30):
-            for path in (f"/unknown/{n}", f"/v1/models/m{n}", f"/v1/responses/{n}", f"/%0a{n}", f"/slots/{n}?a={n}"):
-                httpx.get(server.url + path)
-                httpx.request(f"WORD{n}", server.url + path)
-            post(server, model=f"model{n}")
-            httpx.get(f"{server.url}/v1/models", headers={"Host": f"evil{n}.example"})
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            for n in range(5):
+                for path in (
+                    f"/unknown/{n}",
+                    f"/v1/models/m{n}",
+                    f"/v1/responses/{n}",
+                    f"/%0a{n}",
+                    f"/slots/{n}?a={n}",
+                ):
+                    client.get(path)
+                    client.request(f"WORD{n}", path)
+                client.post(CHAT, json={"messages": HI, "model": f"model{n}"})
+                client.get("/v1/models", headers={"Host": f"evil{n}.example"})
         text = scrape(server, "localllm")
         assert len(families(scrape(server))) == before
         samples = [sample for family in families(text) for sample in family.samples]
@@ -360,6 +373,29 @@ def test_keys_are_counted_on_request() -> None:
                 assert value(server, "key_requests_total", status="400") == 2
                 rows = [sample for family in families(text) for sample in family.samples if "key" in sample.labels]
                 assert len({row.labels["key"] for row in rows}) == 3  # including the key of the scraper
+
+
+def test_keys_of_a_file_have_names_and_their_limits_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = key_file(tmp_path, section("alice", requests_per_minute=1), section("scraper", "k", role="metrics"))
+    options = Monitoring(metrics_per_key=True)
+    caplog.set_level(logging.INFO, "localllm.access")
+    with serving_keys(path, prefix="/llm", monitoring=options) as server:
+        for status in (200, 429):
+            body = {"messages": HI, "max_tokens": 1}
+            headers = {"Authorization": "Bearer alice"}
+            response = httpx.post(f"{server.url}/llm{CHAT}", json=body, headers=headers, timeout=60)
+            assert response.status_code == status
+        assert eventually(lambda: value(server, "http_requests_total", route=CHAT, status="429") == 1)
+        assert value(server, "key_requests_total", key="alice", status="429") == 1
+        assert value(server, "key_tokens_total", key="alice", kind="generated") == 1
+        httpx.post(server.url + CHAT, json={})
+        assert eventually(lambda: value(server, "http_requests_total", status="404", route=CHAT) == 1)
+    lines = [record.fields for record in caplog.records if record.name == "localllm.access"]  # type: ignore[attr-defined]
+    refused = next(line for line in lines if line["status"] == 429)
+    assert (refused["key"], refused["path"]) == ("alice", f"/llm{CHAT}")
+    assert "has used its 1 requests per minute" in refused["error"]
 
 
 def test_a_model_that_is_loaded_again_is_counted(server: Serving) -> None:
