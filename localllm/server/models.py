@@ -177,9 +177,9 @@ class Models:
         first = next(iter(self.served.values()))
         if not name:
             return first
-        model = self._by_key.get(_key(name)) or self._by_short_name(name)
-        if model is None and self._takes_any_name:
-            model = first
+        model = self._by_key.get(_key(name))
+        if model is None:
+            model = first if self._takes_any_name else self._by_short_name(name)
         if model is None:
             names = ", ".join(list(self.served)[:5]) + (", …" if len(self.served) > 5 else "")
             raise UnknownModelError(

@@ -283,6 +283,9 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "models.toml"
     path.write_text(refresh_catalog.PATH.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(refresh_catalog, "PATH", path)
+    page = tmp_path / "images.md"
+    page.write_text("# Images\n\n| pull | old |\n|---|---|\n\nMore.\n", encoding="utf-8")
+    monkeypatch.setattr(refresh_catalog, "PAGES", {"images": page})
     return path
 
 
@@ -298,6 +301,8 @@ def test_the_refresh_writes_sizes(hub: HubServer, table: Path, capsys: pytest.Ca
     assert capsys.readouterr().out == "bge-m3:567m: the sizes of the files differ\n" * 2
     changed = [line for line in after.split("\n") if line not in before.split("\n")]
     assert len([line for line in changed if "formats = { Q8_0 = 0.01 }" in line and repository in line]) == 1
+    page = refresh_catalog.PAGES["images"].read_text(encoding="utf-8")
+    assert page == f"# Images\n\n{refresh_catalog.table('images')}More.\n"
     assert len(changed) == 1 + (f"updated = {datetime.datetime.now(tz=datetime.UTC).date()}" in changed)
     assert [family["name"] for family in tomllib.loads(after)["models"]] == [
         family["name"] for family in tomllib.loads(before)["models"]
