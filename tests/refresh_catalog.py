@@ -47,10 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{model.name}: the sizes of the files differ")
             text = changed
     if options.write:
-        for use, page in PAGES.items():
-            page.write_text(_TABLE.sub(table(use), page.read_text(encoding="utf-8"), count=1), encoding="utf-8")
         today = datetime.datetime.now(tz=datetime.UTC).date()
         PATH.write_text(re.sub(r"(?m)^updated = .*", f"updated = {today}", text), encoding="utf-8")
+        known_models.cache_clear()
+        for use, page in PAGES.items():
+            page.write_text(_TABLE.sub(table(use), page.read_text(encoding="utf-8"), count=1), encoding="utf-8")
     return int(n_problems > 0)
 
 

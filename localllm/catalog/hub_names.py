@@ -144,7 +144,7 @@ def matching(choice: str, groups: Iterable[FileGroup]) -> Sequence[FileGroup]:
 
 
 def _without_drafters(groups: Sequence[FileGroup]) -> Sequence[FileGroup]:
-    # Imported here because many commands parse no more than a name.
+    # Imported here because many commands only parse a name.
     from localllm.loading.projector_files import is_drafter
 
     return [group for group in groups if not is_drafter(group.names[0])] or groups

@@ -107,6 +107,7 @@ def _read(family: Mapping[str, Any], size: Mapping[str, Any]) -> KnownModel:
     )
 
 
+@functools.lru_cache(256)
 def known_model(name: str) -> tuple[KnownModel, str | None] | None:
     """Return the model that a short name means, and the format in the name or None; None for other names."""
     match = _NAME.fullmatch(name)

@@ -300,9 +300,9 @@ class LoadOptions(_Checked):
         None,
         _PATH,
         "a GGUF file, any file of a split model, or a name that ``localllm models`` lists.  ``~`` is the home "
-        "folder.  A name selects a model in the cache of the Hugging Face hub, such as 'ORG/REPO:QUANT' (``localllm "
-        "pull`` downloads it), a file in the folders of the setting ``model_folders``, or 'demo'.  A Path is always "
-        "a file.",
+        "folder.  A name selects a model in the cache of the Hugging Face hub, such as 'qwen3.5:4b' or "
+        "'ORG/REPO:QUANT' (``localllm pull`` downloads it), a file in the folders of the setting ``model_folders``, "
+        "or 'demo'.  A Path is always a file.",
         none="the demo model",
     )
     device: str = _setting(

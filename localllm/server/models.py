@@ -182,9 +182,9 @@ class Models:
             raise UnknownModelError("this key may use no model here: an administrator must add one")
         if not name:
             return visible[0]
-        model = self._by_key.get(_key(name)) or self._by_short_name(name)
-        if model is None and self._takes_any_name:
-            model = visible[0]
+        model = self._by_key.get(_key(name))
+        if model is None:
+            model = visible[0] if self._takes_any_name else self._by_short_name(name)
         if model not in visible:
             names = ", ".join(each.name for each in visible[:5]) + (", …" if len(visible) > 5 else "")
             raise UnknownModelError(

@@ -49,12 +49,10 @@ def _say_speed(path: Path) -> None:
 
 def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] | None = None) -> Path:
     """Download a model with ``by`` (default: `pull`), and show the progress.  Returns the path."""
-    from localllm.catalog.hub_names import HubName
-    from localllm.catalog.known_models import hub_name
     from localllm.catalog.pull import pull
 
-    if not quiet and HubName.parse(name) is None and (remote := hub_name(name)) is not None:
-        say(f"{visible_line(name)} is {remote} on the hub")
+    if not quiet:
+        _say_meaning(name)
     progress = _Progress(enabled=not quiet)
     try:
         path = (by or pull)(name, progress)
@@ -71,6 +69,26 @@ def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] 
         for encoder in find_projectors(path)[0][:1]:
             say(f"{visible_line(encoder.name)} is next to the model: it lets the model accept images or audio")
     return path
+
+
+def _say_meaning(name: str) -> None:
+    """Print the repository and the format that a short name means, and whether they fit into memory."""
+    from localllm.catalog.hub_names import HubName
+    from localllm.catalog.known_models import available_bytes, known_model
+
+    if HubName.parse(name) is not None or (known := known_model(name)) is None:
+        return
+    model, named_format = known
+    available = available_bytes()
+    format = named_format or model.format_for(available)
+    say(f"{visible_line(name)} is {HubName(model.repository, format)} on the hub")
+    if format not in model.formats:
+        return
+    if model.memory(format) > available:
+        needed, free = quantity(model.memory(format), "B"), quantity(available, "B")
+        warn(f"{model.name} takes about {needed} of memory in {format}, and {free} is available")
+    elif named_format is None and format != model.default_format:
+        say(f"{model.default_format}, the default, takes about {quantity(model.memory(model.default_format), 'B')}")
 
 
 class _Progress:

@@ -264,6 +264,25 @@ def test_run_downloads_a_model_and_answers(hub: HubServer, capfdbinary: pytest.C
         find("smollm2:135m")
 
 
+def test_pull_tells_how_a_model_fits(
+    hub: HubServer, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "unsloth/Qwen3.5-27B-GGUF"
+    hub.repos[name] = Repo({f"Qwen3.5-27B-{format}.gguf": DEMO for format in ("Q3_K_M", "Q4_K_M")})
+    for gigabytes, format, words in (
+        (64, "Q4_K_M", None),
+        (17, "Q3_K_M", "Q4_K_M, the default, takes about 19.8 GB"),
+        (9, "Q4_K_M", "warning: qwen3.5:27b takes about 19.8 GB of memory in Q4_K_M, and 9 GB is available"),
+    ):
+        monkeypatch.setattr(module, "available_bytes", lambda n=gigabytes: n * 10**9)
+        outcome = run_main(capfdbinary, "pull", "qwen3.5:27b")
+        assert outcome.code == 0, outcome.err
+        assert f"qwen3.5:27b is {name}:{format} on the hub" in outcome.err
+        assert outcome.out.endswith(f"-{format}.gguf\n")
+        assert ("takes about" in outcome.err) == (words is not None)
+        assert (words or "") in outcome.err
+
+
 @pytest.mark.parametrize("model", known_models(), ids=lambda model: model.name)
 def test_the_names_of_a_file_mean_the_file(model: KnownModel) -> None:
     for format in model.formats:
@@ -283,6 +302,9 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "models.toml"
     path.write_text(refresh_catalog.PATH.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(refresh_catalog, "PATH", path)
+    page = tmp_path / "images.md"
+    page.write_text("# Images\n\n| pull | old |\n|---|---|\n\nMore.\n", encoding="utf-8")
+    monkeypatch.setattr(refresh_catalog, "PAGES", {"images": page})
     return path
 
 
@@ -298,6 +320,8 @@ def test_the_refresh_writes_sizes(hub: HubServer, table: Path, capsys: pytest.Ca
     assert capsys.readouterr().out == "bge-m3:567m: the sizes of the files differ\n" * 2
     changed = [line for line in after.split("\n") if line not in before.split("\n")]
     assert len([line for line in changed if "formats = { Q8_0 = 0.01 }" in line and repository in line]) == 1
+    page = refresh_catalog.PAGES["images"].read_text(encoding="utf-8")
+    assert page == f"# Images\n\n{refresh_catalog.table('images')}More.\n"
     assert len(changed) == 1 + (f"updated = {datetime.datetime.now(tz=datetime.UTC).date()}" in changed)
     assert [family["name"] for family in tomllib.loads(after)["models"]] == [
         family["name"] for family in tomllib.loads(before)["models"]

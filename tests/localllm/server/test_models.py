@@ -212,3 +212,15 @@ def test_the_system_message_of_a_model_is_the_default_of_its_chats() -> None:
         items = httpx.get(f"{server.url}/v1/responses/{first['id']}/input_items").json()["data"]
         assert [item["role"] for item in items] == ["user"]
         assert post("/v1/chat/completions", messages=[])["error"]["message"].startswith("there are no messages")
+
+
+def test_a_short_name_means_a_model_of_the_hub() -> None:
+    names = ("org/repo:Q4_0", "unsloth/Qwen3.5-4B-GGUF:Q8_0", "unsloth/Qwen3.5-4B-GGUF:Q3_K_M")
+    models = Models(dict.fromkeys(names), Memory(1).load)
+    assert models.find("qwen3.5:4b").name == names[2]  # the first of the formats that is served
+    assert models.find("Qwen3.5:4B-Q8_0").name == names[1]
+    assert models.has("qwen3.5:4b")
+    assert not models.has("qwen3.5:9b")
+    with pytest.raises(UnknownModelError):
+        models.find("qwen3.5:9b")
+    assert Models({"a": None}, Memory(1).load, takes_any_name=True).find("qwen3.5:4b").name == "a"

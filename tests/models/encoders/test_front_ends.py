@@ -33,6 +33,7 @@ from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.gguf_writer import write_gguf
 from tests.helpers.http_server import Serving
+from tests.helpers.hub_server import Repo, hub_of_this_process
 from tests.helpers.images import file_of
 from tests.helpers.terminal import Terminal
 from tests.localllm.server.test_serve_command import started
@@ -118,6 +119,28 @@ def test_the_command_of_the_documentation(
     chat = messages(files / "cat.jpg", files / "dog.png", "What is this?")
     expected = llm.chat(chat, max_tokens=8, temperature=0, ignore_eos=True).text
     assert (outcome.code, outcome.out.rstrip("\n")) == (0, expected)
+
+
+def test_a_vision_model_is_pulled_by_a_short_name_and_answers(
+    llm: LLM,
+    files: Path,
+    tmp_path: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first command downloads the model with its encoder, the second one answers without the hub."""
+    photo = tmp_path / "cat.jpg"
+    picture(75, 130).save(photo)
+    more = ["--image", photo, "-n", "8", "--temp", "0", "--ignore-eos", "-c", "512", "-t", "1", "-q"]
+    expected = llm.chat(messages(photo, "What is this?"), max_tokens=8, temperature=0, ignore_eos=True).text
+    with hub_of_this_process(tmp_path, monkeypatch) as hub:
+        names = {"gemma-3-4b-it-Q4_K_M.gguf": "model.gguf", "mmproj-model-f16.gguf": "mmproj.gguf"}
+        contents = {name: (files / file).read_bytes() for name, file in names.items()}
+        hub.repos["ggml-org/gemma-3-4b-it-GGUF"] = Repo(contents)
+        outcome = run_main(capfdbinary, "run", "gemma3", "What is this?", *more)
+        assert (outcome.code, outcome.out.rstrip("\n")) == (0, expected), outcome.err
+    outcome = run_main(capfdbinary, "generate", "-m", "gemma3:4b", "-p", "What is this?", *more)
+    assert (outcome.code, outcome.out.rstrip("\n")) == (0, expected), outcome.err
 
 
 def test_the_python_of_the_documentation(llm: LLM, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
