@@ -31,16 +31,20 @@ echo "$@" >> {log}
 exit {code}
 """
 
-#: A service's life under a separate systemd, in a mount namespace with an empty /run.
-LIFE = """
+#: Starts a separate systemd in a mount namespace with an empty /run.
+START = """
 mount -t tmpfs tmpfs /run; mkdir -p /run/systemd/system; install -d -m 700 "$XDG_RUNTIME_DIR"
 /lib/systemd/systemd --user --log-target=null & systemd=$!
 trap 'kill $systemd; wait' EXIT
 again() { for _ in $(seq 600); do "$@" && return; sleep 0.1; done; echo "in vain: $*"; return 1; }
-service() { "$PYTHON" -m localllm service "$@"; }
 pid() { systemctl --user show -p MainPID --value localllm; }
-restarted() { [ "$(pid)" != 0 ] && [ "$(pid)" != "$first" ]; }
 again systemctl --user show -p Version > /dev/null
+"""
+
+#: The life of a service.
+LIFE = """
+service() { "$PYTHON" -m localllm service "$@"; }
+restarted() { [ "$(pid)" != 0 ] && [ "$(pid)" != "$first" ]; }
 service install -- -m demo --port "$PORT"
 again curl -sf "http://127.0.0.1:$PORT/health"; service status | grep "active (running)"
 first=$(pid); kill -9 "$first"
@@ -48,6 +52,16 @@ again restarted; again curl -sf "http://127.0.0.1:$PORT/health"
 systemctl --user stop localllm; systemctl --user show -p Result localllm | grep success
 [ "$(pid)" = 0 ]; systemctl --user start localllm; last=$(pid)
 service uninstall; [ ! -e "/proc/$last" ]; [ ! -e "$XDG_CONFIG_HOME/systemd/user/localllm.service" ]
+"""
+
+#: A server with restrictions.
+RESTRICTED = """
+systemctl --user start localllm; again curl -sf "http://127.0.0.1:$PORT/health"
+grep -E "Seccomp:.2" "/proc/$(pid)/status"; grep -E "CapBnd:.0000000000000000" "/proc/$(pid)/status"
+curl -sf "http://127.0.0.1:$PORT/v1/completions" -d '{"prompt": "Hello", "max_tokens": 4}' | grep text_completion
+if nsenter -t "$(pid)" -m test -w "$PYTHONPATH"; then exit 1; fi
+nsenter -t "$(pid)" -m test -w "$XDG_CONFIG_HOME/home"
+systemctl --user stop localllm; systemctl --user show -p Result localllm | grep success
 """
 
 
@@ -232,7 +246,7 @@ def test_the_log_is_shown(
     assert "--system needs systemd" in run_main(capfdbinary, "service", "logs", "--system").err
 
 
-@pytest.mark.skipif(
+needs_a_private_systemd = pytest.mark.skipif(
     sys.platform != "linux"
     or os.geteuid() != 0
     or not Path("/lib/systemd/systemd").exists()
@@ -241,19 +255,48 @@ def test_the_log_is_shown(
     ).returncode,
     reason="needs systemd, and permission to hide /run",
 )
-def test_systemd_starts_it_again_when_it_is_killed_and_stops_it(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    folders = {"XDG_RUNTIME_DIR": "/run/user/0", "XDG_CONFIG_HOME": str(tmp_path)}
-    variables = folders | {"PYTHON": sys.executable, "PORT": str(port), "PYTHONPATH": str(ROOT)}
+
+
+def live(script: str, folder: Path, **variables: str) -> None:
+    """Run a script in a mount namespace, in which it can start a separate systemd of the user."""
+    folders = {"XDG_RUNTIME_DIR": "/run/user/0", "XDG_CONFIG_HOME": str(folder)}
     life = subprocess.run(
-        ["unshare", "-m", "bash", "-exo", "pipefail", "-c", LIFE],
-        env=os.environ | variables,
+        ["unshare", "-m", "bash", "-exo", "pipefail", "-c", START + script],
+        env=os.environ | folders | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)} | variables,
         capture_output=True,
         text=True,
         check=False,
     )
     assert life.returncode == 0, life.stdout + life.stderr
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+@needs_a_private_systemd
+def test_systemd_starts_it_again_when_it_is_killed_and_stops_it(tmp_path: Path) -> None:
+    live(LIFE, tmp_path, PORT=free_port())
+
+
+@needs_a_private_systemd
+def test_a_restricted_server_works(tmp_path: Path) -> None:
+    """The system calls and files of the restrictions are enough to compile kernels and to write a reply.
+
+    A systemd of the user cannot apply a few of the restrictions in a namespace.
+    """
+    port, home = free_port(), tmp_path / "home"
+    home.mkdir()
+    command = [sys.executable, "-m", "localllm", "serve", "-m", "demo", "--port", port]
+    variables = {"HOME": str(home), "PYTHONPATH": str(ROOT), "LOCALLLM_CACHE": str(home / "cache")}
+    unit = systemd_unit(Task(command, home, variables, 20, user="root", written=[home])).decode()
+    omitted = ("ControlGroups", "Hostname", "KernelLogs", "KernelTunables", "Proc")
+    lines = [line for line in unit.splitlines() if not line.startswith(tuple(f"Protect{name}=" for name in omitted))]
+    path = tmp_path / "systemd" / "user" / "localllm.service"
+    path.parent.mkdir(parents=True)
+    path.write_text("\n".join(line for line in lines if line not in ("User=root", "PrivateTmp=yes")))
+    live(RESTRICTED, tmp_path, PORT=port)
 
 
 def test_systemd_s_words_are_quoted() -> None:
