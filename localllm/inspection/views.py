@@ -87,7 +87,7 @@ def patch(
     columns = [a if a == b else f"{a}/{b}" for a, b in zip(*tokens, strict=True)]
     cells = [[f"{effect:.2f}" for effect in row] for row in effects.tolist()]
     name = _token_text(llm, answer)
-    title = f"effect on {name!r} of each layer's stream of the first prompt in the second, from 0 to 1"
+    title = f"effect on {name!r} of each stream of the first prompt in the second (0 to 1)"
     chart = HeatMap(title, _numbers(len(effects)), columns, effects, cells)
     return View([chart], {"token": name, "tokens": tokens, "effects": _rounded(effects)})
 

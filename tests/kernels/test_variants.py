@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from localllm.errors import DeviceError, KernelError
 from localllm.gguf import GGUFFile
-from localllm.kernels.backend import Step
+from localllm.kernels.backend import HostOutput, Step
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cupy_driver import open_driver
-from localllm.kernels.variants import graph_variant
+from localllm.kernels.variants import graph_variant, head_graph
 from localllm.models.registry import read_model
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
@@ -126,6 +126,19 @@ def test_edits_change_rows_and_what_follows(runner: Runner) -> None:
     np.testing.assert_array_equal(after["layers.1.output"][2:5], after["layers.1.input"][2:5])
     assert not np.array_equal(after["layers.1.attention"][5:], before["layers.1.attention"][5:]), (
         "later tokens see it"
+    )
+
+
+def test_the_head_computes_logits_of_streams(runner: Runner) -> None:
+    graph, values = graph_variant(runner.model.graph, ["layers.2.output"], ())
+    step, head = runner.step.variant(graph), runner.step.variant(head_graph(runner.model.graph))
+    logits = run(step, IDS)
+    stream = step.value(values["layers.2.output"]).copy()
+    for first, n in ((0, len(IDS)), (5, 1)):
+        batch, rows = make_batch([([0] * n, 0, [0])]), stream[first : first + n]
+        np.testing.assert_array_equal(head.run(batch, HostOutput(rows)).rows(), logits[first : first + n])
+    np.testing.assert_array_equal(
+        run(runner.step, IDS[-1:], past=len(IDS) - 1), logits[-1:], "the cache is unchanged"
     )
 
 

@@ -76,6 +76,15 @@ def test_a_png_file_is_written(tmp_path: Path) -> None:
         save_png(tmp_path / "missing" / "chart.png", [MAP])
 
 
+def test_the_command_writes_a_png_file(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra 'plot'")
+    path = tmp_path / "lens.png"
+    flags = [flag for flag in FLAGS if flag != "-q"]
+    outcome = run_main(capfdbinary, "look", DEMO, *flags, "--png", path)
+    assert (outcome.code, outcome.out, outcome.err) == (0, "", f"localllm: wrote {path}\n")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_logit_lens_of_the_command(llm: LLM, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     outcome = run_main(capfdbinary, "look", DEMO, *FLAGS, "--last", 3)
     lines = outcome.out.splitlines()
