@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from localllm.options.declared import CheckedOptions, Sampling, describes
@@ -10,7 +10,10 @@ from localllm.options.types import Hook, LogitsProcessor, OnValues, Overflow, Pr
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The settings of `localllm.Sampling`, which describes them."""
+    """The settings of `localllm.Sampling`, which describes them.
+
+    ``logits_processor`` is another name of ``processors``.
+    """
 
     temperature: float
     top_k: int
@@ -41,7 +44,8 @@ class SamplingOptions(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | type | None
     regex: str | None
     grammar: str | None
-    processors: tuple[LogitsProcessor, ...]
+    processors: LogitsProcessor | Sequence[LogitsProcessor]
+    logits_processor: Callable[[Any, Any], Any] | Sequence[Callable[[Any, Any], Any]] | None
 
 
 @describes(CheckedOptions)
