@@ -591,8 +591,8 @@ class LLM:
                 "first" or "last" token.
 
         Raises:
-            UsageError: the model generates text, and there is neither ``layer`` nor ``pooling``; the model is an
-                embedding model, which has its own pooling, and there is one of them; or an argument is out of range.
+            UsageError: the model generates text and needs ``layer`` or ``pooling``; the model is an embedding model,
+                whose file specifies the pooling, and does not accept them; or an argument is out of range.
             TokenizerError: a text is not valid Unicode.
             ContextLengthError: a text is too long.
         """

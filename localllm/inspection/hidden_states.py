@@ -16,7 +16,7 @@ from localllm.inspection.positions import Positions, select
 from localllm.inspection.trace import Trace, TracedPrompt
 from localllm.options.checks import as_int
 
-#: How the rows of a text's tokens become one vector: their mean, or the row of the first or last token.
+#: Vector of each text: the mean of its tokens' rows, or the row of its first or last token.
 PoolingKind = Literal["mean", "first", "last"]
 _POSITIONS: dict[str, Positions] = {"mean": None, "first": 0, "last": -1}
 

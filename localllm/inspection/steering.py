@@ -261,7 +261,7 @@ def _hooked(name: str, hook: Hook, rows: Array, positions: NDArray[np.int64]) ->
     return edited
 
 
-#: Errors of values that cannot be converted to float32, also those of tensors of other libraries.
+#: Errors of values that cannot be converted to float32. Tensors of other libraries raise RuntimeError.
 _NOT_FLOATS = (TypeError, ValueError, OverflowError, RuntimeError)
 
 

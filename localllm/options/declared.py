@@ -100,7 +100,7 @@ def _tuple_of(is_valid: Callable[[Any], object]) -> Callable[[object], tuple[Any
 
 
 def _read_processors(value: object) -> tuple[Any, ...] | None:
-    """Return a logits processor, or a list of them, as a tuple.  A list that can be called is one processor."""
+    """Return one or several logits processors as a tuple.  A list that can be called is one processor."""
     return (value,) if callable(value) else _tuple_of(callable)(value)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 def takes_tensors(processor: object) -> bool:
-    """Return whether a function is a LogitsProcessor of transformers, or a list of them."""
+    """Return whether a function is a LogitsProcessor or a LogitsProcessorList of transformers."""
     # Without an import of transformers, there is no instance of its classes.
     module: Any = sys.modules.get("transformers.generation.logits_process")
     return module is not None and isinstance(processor, module.LogitsProcessor | module.LogitsProcessorList)
