@@ -10,10 +10,7 @@ from localllm.options.types import Hook, LogitsProcessor, OnValues, Overflow, Pr
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The settings of `localllm.Sampling`, which describes them.
-
-    ``logits_processor`` is another name of ``processors``.
-    """
+    """The settings of `localllm.Sampling`, which describes them."""
 
     temperature: float
     top_k: int
@@ -44,18 +41,20 @@ class SamplingOptions(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | type | None
     regex: str | None
     grammar: str | None
-    processors: LogitsProcessor | Sequence[LogitsProcessor]
-    logits_processor: Callable[[Any, Any], Any] | Sequence[Callable[[Any, Any], Any]] | None
+    processors: tuple[LogitsProcessor, ...]
 
 
 @describes(CheckedOptions)
 class Options(SamplingOptions, total=False):
     """Keywords of a generation.  The settings of `localllm.Sampling`, which describes them, are among them.
 
+    ``logits_processor`` is another name of ``processors``.
+
     Attributes:
         {options}
     """
 
+    logits_processor: Callable[[Any, Any], Any] | Sequence[Callable[[Any, Any], Any]] | None
     max_tokens: int | None
     stop: str | Sequence[str]
     reasoning_budget: int | None
