@@ -188,8 +188,9 @@ def top_k(logits: NDArray[np.float32], k: int) -> TopK:
     return TopK(ids, np.take_along_axis(logits, ids, axis=1))
 
 
-_SEVERAL_DEVICES = (
-    "the values of a model that is split over several devices cannot be read or changed: load it on one device"
+_SPLIT_BY_ROWS = (
+    "the values of a model whose layers are split by rows cannot be read or changed: leave split_mode out to split "
+    "the model by layers, or load it on one device"
 )
 
 # -- Steps ---------------------------------------------------------------------------------------------------------
@@ -378,16 +379,19 @@ class Step(ABC):
             float32 [rows, width] or, for a `Routing`, the numbers of each token's experts, [T, k]. Rows per token
             and expert are in the order of these numbers.
         """
-        raise KernelError(_SEVERAL_DEVICES)
+        raise KernelError(_SPLIT_BY_ROWS)
 
-    def variant(self, graph: Graph) -> Step:
+    def variant(self, graph: Graph, max_tokens: int | None = None) -> Step:
         """Compile another graph over the same weights and the same cache; see `localllm.kernels.variants`.
 
+        Args:
+            max_tokens: maximum number of tokens in a batch; defaults to the limit of this step.
+
         Raises:
-            KernelError: the model is split over several devices.
+            KernelError: the model is split by rows.
             NotEnoughMemoryError: there is no memory for the values.
         """
-        raise KernelError(_SEVERAL_DEVICES)
+        raise KernelError(_SPLIT_BY_ROWS)
 
 
 def input_rows(hidden: Output | None, n_tokens: int, op: Input) -> NDArray[np.float32]:

@@ -195,8 +195,9 @@ class ReferenceStep(Step):
         value = self._values[x]
         return value.ids if isinstance(value, ChosenExperts) else value
 
-    def variant(self, graph: Graph) -> ReferenceStep:
+    def variant(self, graph: Graph, max_tokens: int | None = None) -> ReferenceStep:
         step = copy(self)
+        step._limits = max_tokens or self._limits[0], self._limits[1]
         step._graph, step._last_uses, step._values = graph, graph.last_uses(), {}
         return step
 

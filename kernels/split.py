@@ -12,9 +12,12 @@ page sizes. A page corresponds to a run of consecutive pages on each device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from math import lcm
+from operator import not_
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,8 +25,8 @@ from numpy.typing import NDArray
 
 from localllm.errors import ExpertReadError, GGUFError, KernelError
 from localllm.kernels.backend import Backend, Batch, Cache, ExpertReads, Footprint, HostOutput, Output, Step, TopK
-from localllm.kernels.graph import Graph, Node, Operation, Rows, Tensor
-from localllm.kernels.operations import Embed, Input
+from localllm.kernels.graph import Graph, Node, Operation, Rows, Tensor, Value
+from localllm.kernels.operations import Embed, Input, Scale
 
 #: Tokens per micro-batch. According to `tests.benchmarks.gpu.predict`, two GPUs are slower than one with 128, because
 #: products then take less time than reading the weights. With 512 they cannot share a prompt of 512 tokens.
@@ -98,7 +101,8 @@ def graph_part(graph: Graph, layers: range) -> Graph:
     subgraph.states = {n: s for n, s in graph.states.items() if n in layers}
     subgraph.windows, subgraph.watched = graph.windows, graph.watched
     ends = {"embedding": layers.start == 0, "output": layers.stop == n_layers}
-    subgraph.nodes = [n for n in graph.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
+    inside = [n.layer in layers if isinstance(n.layer, int) else ends[n.layer] for n in graph.nodes]
+    subgraph.nodes = [*compress(graph.nodes, inside)]
     for node in subgraph.nodes:
         cache = getattr(node.operation, "cache", None)
         if cache is not None and cache.layer not in layers:
@@ -117,6 +121,13 @@ def graph_part(graph: Graph, layers: range) -> Graph:
             raise KernelError(f"the model cannot be cut at layer {layers.start}: more than one tensor crosses it")
         first: list[Operation[Any]] = [Input(inputs[0]), *embeds]
         subgraph.nodes[:0] = [Node(operation, layers.start) for operation in first]
+    # The next part continues with the last result. Variants may have other operations after it.
+    of_embeds = {op.result for op in operations if isinstance(op, Embed)}
+    outside = compress(graph.nodes, map(not_, inside))
+    read_later = {x for node in outside for x in node.operation.inputs}
+    outputs = [x for x in (computed & read_later) - of_embeds if isinstance(x, Tensor)]
+    if len(outputs) == 1 and outputs[0] is not subgraph.result:
+        subgraph.nodes.append(Node(Scale(outputs[0]), subgraph.nodes[-1].layer))
     return subgraph
 
 
@@ -162,12 +173,21 @@ class SplitStep(Step):
         graph: Graph,
         size: int,
         *,
+        layers: Sequence[range],
         n_pages: tuple[int, ...],
         max_tokens: int,
         max_outputs: int,
         micro_batch: int = MICRO_BATCH,
+        watched: Mapping[Value, Step] = MappingProxyType({}),
     ) -> None:
-        """``steps``: steps of the parts of a graph, in execution order. Other arguments: see `part_footprint`."""
+        """
+        Args:
+            steps: steps of the parts of a graph, in execution order.
+            layers: layers of each step.
+            watched: the step of each value that can be read.
+            size, n_pages, max_tokens, max_outputs, micro_batch: see `part_footprint`.
+        """
+        self.layers, self._watched = layers, watched
         self.steps, self.micro_batch = steps, max_tokens if graph.looks_ahead else micro_batch
         self.cache = SplitCache(tuple(step.cache for step in steps), size, n_pages)
         self.weights = tuple(weight for step in steps for weight in step.weights)
@@ -183,6 +203,32 @@ class SplitStep(Step):
         batch.check_size(*self._limits)
         batch.check(self.cache)
         return _SplitOutput(self, batch, hidden)
+
+    def value(self, x: Value) -> NDArray[Any]:
+        return self._watched[x].value(x)
+
+    def variant(self, graph: Graph, max_tokens: int | None = None) -> SplitStep:
+        """See `Step.variant`. A variant has no micro-batches, so that each value is in a single array."""
+        most = max_tokens or self._limits[0]
+        parts = [graph_part(graph, layers) for layers in self.layers]
+        steps = tuple(step.variant(part, most) for step, part in zip(self.steps, parts, strict=True))
+        return SplitStep(
+            steps,
+            graph,
+            self.cache.page_size,
+            layers=self.layers,
+            n_pages=self.cache.n_pages,
+            max_tokens=most,
+            max_outputs=self._limits[1],
+            micro_batch=most,
+            watched={
+                x: step
+                for step, part in zip(steps, parts, strict=True)
+                for node in part.nodes
+                for x in node.operation.results
+                if x in graph.watched
+            },
+        )
 
     def through(self, steps: Sequence[Step], batch: Batch, hidden: Output | None = None) -> Output:
         """Return the output of ``steps``, run in order, for a batch."""
@@ -288,6 +334,7 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
         block_tables=batch.block_tables[:, within],
         states=batch.states[within] if len(batch.states) else batch.states,
         outputs=batch.outputs[rows] - np.int32(start),
+        adapters=batch.adapters[start:stop],
         top_k=batch.top_k,
         embedded=batch.embedded[embedded] - np.int32(start),
         embeddings=batch.embeddings[embedded],

@@ -29,7 +29,9 @@ def graph_variant(graph: Graph, watched: Collection[str], edited: Collection[str
     for name in graph.names:
         if name in watched or name in edited:
             names[graph.names[name].value].append(name)
-    bases = {graph.names[name].base for of_value in names.values() for name in of_value}
+    layer_of = {value: node.layer for node in graph.nodes for value in node.operation.results}
+    # Layer of the values that need a base. The device of this layer copies the base.
+    bases = {graph.names[name].base: layer_of[value] for value, of_value in names.items() for name in of_value}
 
     def copy_of(value: Value) -> Tensor:
         """Return a copy of the current value, which later operations do not overwrite."""
@@ -62,7 +64,9 @@ def graph_variant(graph: Graph, watched: Collection[str], edited: Collection[str
                 if name in edited:
                     edit(name, value)
             if value in bases:
+                new.layer = bases[value]
                 copy_of(value)
+                new.layer = node.layer
             for name in names.get(value, ()):
                 if name in watched:
                     watch(name, value)

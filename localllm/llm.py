@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from localllm.chat.reply import ReplyParser
     from localllm.chat.thinking import ThinkingSplitter
     from localllm.chat.tool_choice import ChosenTools
+    from localllm.generation.embedding import Embedder
+    from localllm.inspection.hidden_states import HiddenStates, PoolingKind
     from localllm.inspection.positions import Positions
     from localllm.inspection.steering import Steer
     from localllm.inspection.trace import Trace, TraceOptions, TracePiece
@@ -528,6 +530,8 @@ class LLM:
 
     def _probe(self, checked: CheckedOptions, n_prompt: int) -> Probe | None:
         """Return the values that a request reads and changes; None if it does neither."""
+        if checked.on_values is not None and not checked.watch:
+            raise UsageError(Argument("on_values"), " gets no values: name them in ", Argument("watch"))
         if not (checked.watch or checked.steer or checked.hooks):
             return None
         from localllm.inspection.steering import all_edits
@@ -570,6 +574,8 @@ class LLM:
         normalize: bool = True,
         truncate: bool = False,
         per_token: Literal[False] = False,
+        layer: int | str | None = None,
+        pooling: PoolingKind | None = None,
     ) -> NDArray[np.float32]: ...
 
     @overload
@@ -582,6 +588,8 @@ class LLM:
         normalize: bool = True,
         truncate: bool = False,
         per_token: Literal[True],
+        layer: int | str | None = None,
+        pooling: PoolingKind | None = None,
     ) -> list[NDArray[np.float32]]: ...
 
     def embed(
@@ -593,8 +601,12 @@ class LLM:
         normalize: bool = True,
         truncate: bool = False,
         per_token: bool = False,
+        layer: int | str | None = None,
+        pooling: PoolingKind | None = None,
     ) -> NDArray[np.float32] | list[NDArray[np.float32]]:
-        """Return the vectors of texts, float32 [n, width].  Requires an embedding model.
+        """Return the vectors of texts, float32 [n, width].
+
+        The model is an embedding model, or any other model with ``layer`` or ``pooling``.
 
         Args:
             texts: strings, or lists of token ids, which are used unchanged.
@@ -604,18 +616,18 @@ class LLM:
             truncate: whether to cut a text that does not fit into the context at its end.  False is an error.
             per_token: return the token vectors before pooling, as models of late interaction (ColBERT) use them:
                 a list with one array [n_tokens, width] per text.
+            layer: for models that generate text: the number of the layer whose output is pooled, negative from the
+                end, or the name of any value (see `graph`).  Defaults to "final_norm".
+            pooling: for models that generate text: the "mean" of the tokens' rows (default), or the row of the
+                "first" or "last" token.
 
         Raises:
-            UsageError: the model is not an embedding model, or an argument is out of range.
+            UsageError: the model generates text and needs ``layer`` or ``pooling``; the model is an embedding model,
+                whose file specifies the pooling, and does not accept them; or an argument is out of range.
             TokenizerError: a text is not valid Unicode.
             ContextLengthError: a text is too long.
         """
-        engine, embedder = self._opened(), self._embedder
-        if embedder is None or embedder.is_reranker:
-            purpose, advice = (
-                ("scores documents", "use rerank") if embedder else ("generates text", "load an embedding model")
-            )
-            raise UsageError(f"{self._info.path.name} {purpose}, and cannot compute vectors of texts: {advice}")
+        engine, embedder = self._opened(), self._embedder_for(layer, pooling, per_token)
         if embedder.is_late and not per_token:
             raise UsageError(
                 f"{self._info.path.name} computes a vector per token (late interaction): use rerank, or embed with "
@@ -629,13 +641,41 @@ class LLM:
         text("prefix", prefix)
         ids = [self._prompt_ids(prefix + item if isinstance(item, str) else item, True, False) for item in texts]
         if truncate:
-            most = engine.context - 1
-            ids = [item_ids[:most] + item_ids[-1:] if len(item_ids) > most + 1 else item_ids for item_ids in ids]
+            n_end = 0 if self._embedder is None else 1  # embedding models need the end token
+            most = engine.context - n_end
+            ids = [i[:most] + i[len(i) - n_end :] if len(i) > engine.context else i for i in ids]
         if per_token:
             rows = [vectors[:, :n] for vectors in embedder.token_vectors(engine, ids)]
             return [np.ascontiguousarray(unit_length(row) if normalize else row) for row in rows]
         vectors = embedder.vectors(engine, ids)[:, :n]
         return np.ascontiguousarray(unit_length(vectors) if normalize else vectors)
+
+    def _embedder_for(
+        self, layer: int | str | None, pooling: PoolingKind | None, per_token: bool
+    ) -> Embedder | HiddenStates:
+        """Return what computes vectors of texts: the pooling of the model's file, or of hidden states."""
+        name, embedder = self._info.path.name, self._embedder
+        if embedder is not None and embedder.is_reranker:
+            raise UsageError(f"{name} scores documents, and cannot compute vectors of texts: use rerank")
+        option = Argument("pooling" if layer is None else "layer")
+        if layer is None and pooling is None:
+            if embedder is not None:
+                return embedder
+            raise UsageError(
+                f"{name} generates text, and cannot compute vectors of texts: load an embedding model, or choose "
+                "hidden states with ",
+                option._replace(name="layer"),
+            )
+        if embedder is not None:
+            raise UsageError(
+                option, f" is for models that generate text, but {name} has its own pooling: leave it out"
+            )
+        if per_token and pooling is not None:
+            raise UsageError(Argument("pooling"), " is not used for vectors of tokens: leave it out")
+        # Imported here because most programs do not look inside a model.
+        from localllm.inspection.hidden_states import HiddenStates
+
+        return HiddenStates(self._opened(), layer, pooling)
 
     def rerank(self, query: str, documents: Sequence[str]) -> NDArray[np.float32]:
         """Return the relevance of each document to a query, float32 [n]; higher is better.

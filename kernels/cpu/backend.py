@@ -100,8 +100,8 @@ class CPUBackend(Backend):
         cache = CPUCache(graph, n_pages, n_states if graph.states else 0, self.workers)
         planned = tuple(planned_weight(use, pooled=pool is not None) for use in uses)
 
-        def lower(graph: Graph) -> CPULowered:
-            sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
+        def lower(graph: Graph, n_tokens: int | None = None) -> CPULowered:
+            sizes = {"max_tokens": n_tokens or max_tokens, "max_outputs": max_outputs}
             return CPULowering(graph, weights, cache, self.target, self.workers.n, **sizes).lower()
 
         program = lower(graph)
@@ -144,12 +144,13 @@ class CPUStep(Step):
         weights: CPUPackedWeights,
         packed: tuple[PackedWeight, ...],
         cache: CPUCache,
-        lower: Callable[[Graph], CPULowered],
+        lower: Callable[[Graph, int | None], CPULowered],
         ngrams: Mapping[ops.NgramEmbed, NgramRows] = MappingProxyType({}),
     ) -> None:
         """
         Args:
-            lower: returns the program of another graph with the same weights and cache.
+            lower: returns the program of another graph with the same weights and cache, and the maximum number of
+                tokens, by default the same.
             ngrams: opened tables of n-grams; other tables are opened.
         """
         self.weights, self.cache, self._backend = packed, cache, backend
@@ -232,8 +233,8 @@ class CPUStep(Step):
             raise ExpertReadError(str(error), frozenset(lacking.tolist()), output.rows()) from error
         return output
 
-    def variant(self, graph: Graph) -> CPUStep:
-        lowered = self._lower(graph)
+    def variant(self, graph: Graph, max_tokens: int | None = None) -> CPUStep:
+        lowered = self._lower(graph, max_tokens)
         check_memory(lowered.arena_bytes, "a program that reads or changes values inside the model")
         ngrams = {rows.op: rows for rows, _, _ in self._ngrams}
         return CPUStep(self._backend, lowered, self._packed_weights, self.weights, self.cache, self._lower, ngrams)

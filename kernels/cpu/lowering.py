@@ -207,7 +207,8 @@ class CPULowering:
                     stages[-1].append(buffer)
             if instruction.wait:
                 stages.append([])
-        return stages
+        at_the_end = edited.get(len(self.instructions), ())
+        return [*stages, [rows.buffer for rows in at_the_end if rows is not None]]
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 

@@ -223,7 +223,7 @@ class _Test:
         is_large = cache.n_bytes + sum(weight.n_bytes for weight in packed) >= SMALL
         n_runs = 1 if is_large else repeats
         repeated = replace(lowered, instructions=[*lowered.instructions] * n_runs)
-        step = CPUStep(backend, repeated, weights, packed, cache, lower)
+        step = CPUStep(backend, repeated, weights, packed, cache, lambda graph, _: lower(graph))
         width = sum(node.operation.x.width for node in graph.nodes if isinstance(node.operation, ops.Input))
         step.run(_batch(graph, n_tokens, depth, n_pages), HostOutput(np.zeros((n_tokens, width), np.float32)))
         code, data = variant(flush_words, backend.target), [cache.memory, *weights.arrays()]

@@ -48,8 +48,10 @@ class CUDABackend(Backend):
         check_cache(graph, n_pages, n_states)
         weights, cache, uses = CUDAPackedWeights(self.loader), CUDACache(graph, n_pages, n_states), weights_of(graph)
 
-        def lower(graph: Graph) -> CUDALowered:
-            return CUDALowering(graph, weights, self.limits(graph, cache, max_tokens, max_outputs)).lower()
+        def lower(graph: Graph, n_tokens: int | None = None) -> CUDALowered:
+            return CUDALowering(
+                graph, weights, self.limits(graph, cache, n_tokens or max_tokens, max_outputs)
+            ).lower()
 
         planned = lower(graph)
 

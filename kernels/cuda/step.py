@@ -97,12 +97,13 @@ class CUDAStep(Step):
         lowered: CUDALowered,
         weights: tuple[PackedWeight, ...],
         keep: object,
-        lower: Callable[[ModelGraph], CUDALowered] | None = None,
+        lower: Callable[[ModelGraph, int | None], CUDALowered] | None = None,
         ngrams: Mapping[NgramEmbed, NgramRows] = MappingProxyType({}),
     ) -> None:
         """
         Args:
-            lower: returns the calls of another graph with the same weights and cache.
+            lower: returns the calls of another graph with the same weights and cache, and the maximum number of
+                tokens, by default the same.
             ngrams: opened tables of n-grams; other tables are opened.
         """
         self.driver, self.device = driver, device
@@ -315,10 +316,10 @@ class CUDAStep(Step):
         self.driver.synchronize(self.stream)
         return ids
 
-    def variant(self, graph: ModelGraph) -> CUDAStep:
+    def variant(self, graph: ModelGraph, max_tokens: int | None = None) -> CUDAStep:
         if self._lower is None:
             return super().variant(graph)  # type: ignore[return-value]  # raises an error
-        lowered, ngrams = self._lower(graph), {rows.op: rows for rows, _ in self._ngrams}
+        lowered, ngrams = self._lower(graph, max_tokens), {rows.op: rows for rows, _ in self._ngrams}
         return CUDAStep(self.driver, self.device, lowered, self.weights, self._keep, self._lower, ngrams)
 
     def graph(self, calls: Sequence[KernelCall], extent: Extent) -> Graph:

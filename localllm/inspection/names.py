@@ -55,14 +55,15 @@ class ValueNames(Mapping[str, ValueShape]):
         """
         texts = [patterns] if isinstance(patterns, str) else patterns
         texts = [*texts] if isinstance(texts, Iterable) else [None]
-        if not all(isinstance(pattern, str) for pattern in texts):
+        if not texts or not all(isinstance(pattern, str) for pattern in texts):
             raise UsageError.of(argument, patterns, "a name of a value, or a list of names")
         matches: set[str] = set()
         for pattern in texts:
-            expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
+            parts = map(re.escape, re.split(r"\*+", pattern))
+            expression = re.compile("[^.]*".join(parts))
             names = {name for name in self if expression.fullmatch(name)}
             if not names:
-                nearest = get_close_matches(pattern.replace("*", "0"), [*self], n=3, cutoff=0) or [*self][:3]
+                nearest = get_close_matches(pattern[:80].replace("*", "0"), [*self], n=3, cutoff=0) or [*self][:3]
                 words = f" names {pattern!r:.80}, which the model does not have: the nearest names are "
                 raise UsageError(Argument(argument), words, f"{', '.join(nearest)}, and LLM.graph lists all names")
             matches |= names

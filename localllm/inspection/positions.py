@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,6 +15,7 @@ from localllm.options.checks import as_int
 #: Positions of a prompt: a number, several numbers, a slice or a range, as indices of a list. None: all positions.
 Positions: TypeAlias = "int | Iterable[int] | slice | range | None"
 
+_LARGEST = 1 << 62
 _RULE = "a position, a list of positions, a slice, or None for all positions"
 
 
@@ -46,8 +47,6 @@ def select(positions: Positions, n_prompt: int, argument: str = "positions") -> 
     """
     if positions is None:
         return Selection(None)
-    if isinstance(positions, range):
-        positions = [*positions]
     if isinstance(positions, slice):
         start, stop, step = (
             None if x is None else as_int(x) for x in (positions.start, positions.stop, positions.step)
@@ -56,9 +55,12 @@ def select(positions: Positions, n_prompt: int, argument: str = "positions") -> 
         if not all(is_number) or (step is not None and step < 1):
             raise UsageError.of(argument, positions, "a slice of whole numbers with a positive step")
         start, stop = (x if x is None or x >= 0 else max(0, n_prompt + x) for x in (start, stop))
+        # Larger numbers are the same for a sequence, and not numpy integers.
+        start, stop, step = (x if x is None else min(x, _LARGEST) for x in (start, stop, step))
         return Selection(None, start or 0, stop, step or 1)
     items = [positions] if as_int(positions) is not None else positions
-    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
+    # Iterators are empty after their first use.
+    if isinstance(items, str | bytes | Iterator) or not isinstance(items, Iterable):
         raise UsageError.of(argument, positions, _RULE)
     numbers = set[int]()
     for item in items:

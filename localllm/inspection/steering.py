@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from numbers import Real
 from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
@@ -41,7 +42,7 @@ class Steering:
     """Vectors that change values of a model, for ``generate(..., steer=...)``.
 
     Attributes:
-        vectors: float32 [width] by the name of the value. ``*`` in a name matches any layer.
+        vectors: float32 [width], read-only, by the name of the value. ``*`` in a name matches any layer.
         kind: "add" adds the vector. "project_out" removes the component along the vector. "clamp" limits this
             component to ``low`` … ``high``. "replace" sets rows to the vector.
         scale: factor on the vector ("add", "replace"), or the share of the component to remove ("project_out").
@@ -62,19 +63,20 @@ class Steering:
     ) -> None:
         """
         Raises:
-            UsageError: a vector is not one-dimensional, not finite or zero; or another argument is invalid.
+            UsageError: a vector is not one-dimensional, not finite (also times ``scale``) or zero; or another
+                argument is invalid.
         """
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             raise UsageError.of("kind", kind, f"one of {', '.join(map(repr, KINDS))}")
         if not isinstance(vectors, Mapping) or not vectors:
             raise UsageError.of("steer", vectors, "a mapping of names of values to vectors")
-        if not isinstance(scale, int | float) or not math.isfinite(scale):
+        self.kind, self.positions, self.scale = kind, positions, _number(scale)
+        if not math.isfinite(self.scale):
             raise UsageError.of("scale", scale, "a finite number")
-        if not low <= high:
+        self.low, self.high = _number(low), _number(high)
+        if not self.low <= self.high:
             raise UsageError.of("low", low, f"at most high, {high}")
-        self.vectors = {name: _vector(name, vector, kind) for name, vector in vectors.items()}
-        self.kind, self.scale, self.low, self.high = kind, float(scale), float(low), float(high)
-        self.positions = positions
+        self.vectors = {name: _vector(name, vector, kind, self.scale) for name, vector in vectors.items()}
 
     @classmethod
     def from_gguf(
@@ -146,7 +148,7 @@ class Steering:
                 if len(vector) != names[name].width:
                     words = f" has a vector of {len(vector):,} values for {name}, whose rows have "
                     raise UsageError(Argument("steer"), words, f"{names[name].width:,}")
-                edits[name] = partial(_edited, self._change(vector), selection)
+                edits[name] = partial(_edited, name, self._change(vector), selection)
         return edits
 
     def _change(self, vector: Array) -> Callable[[Array], Array]:
@@ -227,25 +229,29 @@ def check_editable(argument: str, name: str, names: ValueNames) -> None:
 
 
 def _edited(
-    change: Callable[[Array], Array], selection: Selection, rows: Array, positions: NDArray[np.int64]
-) -> Array | None:
+    name: str, change: Callable[[Array], Array], selection: Selection, rows: Array, positions: NDArray[np.int64]
+) -> Array:
     selected = selection.among(positions)
-    if selected.all():
-        return change(rows)
     if selected.any():
-        rows[selected] = change(rows[selected])
+        before = rows[selected]
+        with np.errstate(over="ignore", invalid="ignore"):
+            rows[selected] = after = change(before)
+        if np.isfinite(before).all() and not np.isfinite(after).all():
+            raise UsageError(Argument("steer"), f" makes {name} infinite: use a smaller vector or scale")
     return rows
 
 
 def _hooked(name: str, hook: Hook, rows: Array, positions: NDArray[np.int64]) -> Array | None:
     """Return the rows of a hook, checked."""
-    result = hook(rows.copy(), positions)
+    result = hook(rows.copy(), positions.copy())
     if result is None:
         return None
     try:
-        edited = np.asarray(result, np.float32)
-    except (TypeError, ValueError):
-        raise UsageError(f"the hook of {name} returned {type(result).__name__}, but must return an array") from None
+        edited = _floats(result)
+    except _NOT_FLOATS as error:
+        raise UsageError(
+            f"the hook of {name} returned {type(result).__name__}, but must return an array of real numbers"
+        ) from error
     if edited.shape != rows.shape:
         raise UsageError(
             f"the hook of {name} returned an array of shape {list(edited.shape)}, but must return {list(rows.shape)}"
@@ -255,12 +261,35 @@ def _hooked(name: str, hook: Hook, rows: Array, positions: NDArray[np.int64]) ->
     return edited
 
 
-def _vector(name: object, vector: ArrayLike, kind: SteeringKind) -> Array:
+#: Errors of values that cannot be converted to float32. Tensors of other libraries raise RuntimeError.
+_NOT_FLOATS = (TypeError, ValueError, OverflowError, RuntimeError)
+
+
+def _floats(value: ArrayLike) -> Array:
+    """Return a new float32 array. Raises one of `_NOT_FLOATS`. Numbers outside the range become infinite."""
+    array = np.asarray(value)
+    if array.dtype.kind in "cUSmM":
+        raise TypeError("complex numbers, text or dates")
+    with np.errstate(over="ignore"):
+        return array.astype(np.float32)
+
+
+def _number(value: object) -> float:
+    """Return a number as float, or NaN."""
     try:
-        array = np.array(vector, np.float32)
-    except (TypeError, ValueError):
-        raise UsageError.of("steer", vector, f"an array of numbers for {name}") from None
-    if not isinstance(name, str) or array.ndim != 1 or not len(array):
+        return float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:  # an integer outside the range
+        return math.nan
+
+
+def _vector(name: object, vector: ArrayLike, kind: SteeringKind, scale: float) -> Array:
+    if not isinstance(name, str):
+        raise UsageError(Argument("steer"), f" has the name {name!r:.80}, but names of values are strings")
+    try:
+        array = _floats(vector)
+    except _NOT_FLOATS:
+        raise UsageError.of("steer", vector, f"an array of real numbers for {name:.80}") from None
+    if array.ndim != 1 or not len(array):
         raise UsageError(
             Argument("steer"), f" has an array of shape {list(array.shape)} for {name!r:.80}: give a vector"
         )
@@ -270,6 +299,11 @@ def _vector(name: object, vector: ArrayLike, kind: SteeringKind) -> Array:
         )
     if kind in ("project_out", "clamp") and not array.any():
         raise UsageError(Argument("steer"), f" has a zero vector for {name!r:.80}, which has no direction")
+    with np.errstate(over="ignore"):
+        if not np.isfinite(array * np.float32(scale)).all():
+            words = f" has a vector of {name!r:.80} that is infinite times the scale {scale:g}: use a smaller scale"
+            raise UsageError(Argument("steer"), words)
+    array.flags.writeable = False  # the cache of prompts is keyed by the vectors
     return array
 
 

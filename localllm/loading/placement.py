@@ -313,8 +313,15 @@ class Planner:
         if len(steps) == 1:
             return steps[0]
         n_pages, n_tokens, n_outputs, _ = self.sizes(placement.context)
-        limits = {"max_tokens": n_tokens, "max_outputs": n_outputs}
-        return SplitStep(steps, self.model.graph, self.page_size, n_pages=n_pages, **limits)
+        return SplitStep(
+            steps,
+            self.model.graph,
+            self.page_size,
+            layers=[layers for _, layers in ranges],
+            n_pages=n_pages,
+            max_tokens=n_tokens,
+            max_outputs=n_outputs,
+        )
 
     def footprint(self, device: str, layers: range, context: int) -> Footprint:
         """Return the memory of a range of layers on a device."""

@@ -99,6 +99,11 @@ def _tuple_of(is_valid: Callable[[Any], object]) -> Callable[[object], tuple[Any
     return read
 
 
+def _read_processors(value: object) -> tuple[Any, ...] | None:
+    """Return one or several logits processors as a tuple.  A list that can be called is one processor."""
+    return (value,) if callable(value) else _tuple_of(callable)(value)
+
+
 _read_texts = _tuple_of(lambda text: isinstance(text, str) and text)
 
 
@@ -621,9 +626,10 @@ class Sampling(_Checked):
     )
     processors: tuple[LogitsProcessor, ...] = _call_option(
         (),
-        OptionKind("a tuple of functions", _tuple_of(callable)),
+        OptionKind("a function or a list of functions", _read_processors),
         "called in order after ``logit_bias``, with the tokens of prompt and reply, int32 [n], and the logits, "
-        "float32 [n_vocab].  Each returns the new logits.",
+        "float32 [n_vocab].  Each returns the new logits.  A ``transformers.LogitsProcessor`` gets and returns torch "
+        "tensors, int64 [1, n] and float32 [1, n_vocab].  Calls also accept the name ``logits_processor``.",
     )
 
     def __post_init__(self) -> None:
@@ -787,6 +793,12 @@ class CheckedOptions(_Checked):
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
         call_options, sampling_options = declared(cls), declared(Sampling)
+        if "logits_processor" in options:
+            if options.get("processors"):
+                both = " is another name of ", Argument("processors"), ": use only one"
+                raise UsageError(Argument("logits_processor"), *both)
+            renamed = {"logits_processor": "processors"}
+            options = {renamed.get(name, name): value for name, value in options.items()}
         check_keywords(options, [*call_options, *sampling_options], THEIR_OPTIONS)
         sampling = options.get("sampling") or Sampling()
         settings = {name: value for name, value in options.items() if name in sampling_options}

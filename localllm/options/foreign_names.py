@@ -56,7 +56,6 @@ THEIR_OPTIONS = split_names(
         "stop_sequences stop_strings": "write stop=",
         "repetition_penalty": "write repeat_penalty=",
         "mirostat_mode": "write mirostat=",
-        "logits_processor": "write processors=, a tuple of functions",
         "top_logprobs": "write logprobs=, with the number of tokens",
         "do_sample": "temperature=0 always selects the likeliest token",
         "response_format format guided_json": "write json_schema=, with the schema; {'type': 'object'} is any object",

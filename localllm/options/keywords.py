@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from localllm.options.declared import CheckedOptions, Sampling, describes
@@ -48,10 +48,13 @@ class SamplingOptions(TypedDict, total=False):
 class Options(SamplingOptions, total=False):
     """Keywords of a generation.  The settings of `localllm.Sampling`, which describes them, are among them.
 
+    ``logits_processor`` is another name of ``processors``.
+
     Attributes:
         {options}
     """
 
+    logits_processor: Callable[[Any, Any], Any] | Sequence[Callable[[Any, Any], Any]] | None
     max_tokens: int | None
     stop: str | Sequence[str]
     reasoning_budget: int | None

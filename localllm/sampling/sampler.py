@@ -31,6 +31,7 @@ from localllm.options.types import LogitsProcessor
 from localllm.sampling import candidates as steps
 from localllm.sampling.candidates import AdaptiveP, Candidates, IntArray, Mirostat2
 from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionPenalties, SequenceBreakers
+from localllm.sampling.tensors import call_with_tensors, takes_tensors
 
 if TYPE_CHECKING:
     from localllm.sampling.call_constraint import CallConstraint
@@ -59,15 +60,22 @@ def _biased(logits: Logits, ids: IntArray, biases: npt.NDArray[np.float64]) -> L
 
 def _processed(logits: Logits, function: LogitsProcessor, history: History) -> Logits:
     """Call a user's function with a copy of the logits, and check its result."""
-    result: object = function(history.last(-1), logits.copy())
+    result: Any
+    if is_tensors := takes_tensors(function):
+        result = call_with_tensors(function, history.last(-1), logits)
+    else:
+        result = function(history.last(-1), logits.copy())
     name = f"the logits processor {getattr(function, '__name__', type(function).__name__)!s:.80}"
     if not isinstance(result, np.ndarray):
-        raise UsageError(f"{name} returned {type(result).__name__} instead of a float32 array")
-    if result.shape != logits.shape or result.dtype != np.float32:
+        kind = "tensor" if is_tensors else "float32 array"
+        raise UsageError(f"{name} returned {type(result).__name__} instead of a {kind}")
+    shape = (1, *logits.shape) if is_tensors else logits.shape
+    if result.shape != shape or result.dtype != np.float32:
         returned = f"{result.dtype} of shape {result.shape}"
-        raise UsageError(f"{name} returned {returned}, but must return float32 of shape {logits.shape}")
-    _highest_logit(result, UsageError, f"{name} returned logits that", "correct the function")
-    return result
+        raise UsageError(f"{name} returned {returned}, but must return float32 of shape {shape}")
+    processed: Logits = result.reshape(logits.shape)
+    _highest_logit(processed, UsageError, f"{name} returned logits that", "correct the function")
+    return processed
 
 
 def _highest_logit(

@@ -31,6 +31,9 @@ class EmbeddingsRequest(msgspec.Struct):
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] = "float"
     truncate: bool = False
+    # hidden states of models that generate text; see `localllm.LLM.embed`
+    layer: int | str | None = None
+    pooling: Literal["mean", "first", "last"] | None = None
 
     def texts(self) -> list[Prompt]:
         prompts = next((field for field in (self.input, self.content, self.prompt) if field is not None), None)
@@ -116,12 +119,12 @@ async def _vectors(
     def work(texts: list[Any], llm: LLM) -> tuple[list[msgspec.Raw], int]:
         texts = [join_prompt(llm, text) for text in texts]
         vectors: Sequence[NDArray[np.float32]]
+        names = ("dimensions", "truncate", "layer", "pooling")
+        options: Any = {name: getattr(body, name) for name in names}
         if llm.is_late if per_token is None else per_token:
-            vectors = llm.embed(
-                texts, dimensions=body.dimensions, truncate=body.truncate, normalize=normalizes_tokens, per_token=True
-            )
+            vectors = llm.embed(texts, normalize=normalizes_tokens, per_token=True, **options)
         else:
-            vectors = [*llm.embed(texts, dimensions=body.dimensions, truncate=body.truncate)]
+            vectors = [*llm.embed(texts, **options)]
         n_tokens = sum(len(llm.tokenize(text) if isinstance(text, str) else text) for text in texts)
         return [write(vector) for vector in vectors], n_tokens
 

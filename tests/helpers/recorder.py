@@ -179,7 +179,7 @@ def compile_split(
     size, limits = page_size(backends), {"micro_batch": micro_batch, **sizes}
     parts = [part_footprint(*part, graph, size, **limits) for part in zip(backends, layers, strict=True)]
     limits.pop("n_states", None)
-    return SplitStep(tuple(part.load(None) for part in parts), graph, size, **limits)
+    return SplitStep(tuple(part.load(None) for part in parts), graph, size, layers=layers, **limits)
 
 
 class SplitOps:

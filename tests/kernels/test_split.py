@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,8 @@ def batches(draw: st.DrawFn) -> Batch:
         for n, past in zip(lengths, pasts, strict=True)
     ]
     outputs = draw(st.lists(st.integers(0, sum(lengths) - 1), max_size=12))
-    return make_batch(parts, outputs)
+    batch = make_batch(parts, outputs)
+    return replace(batch, adapters=np.arange(2 * len(batch.ids), dtype=np.float32).reshape(-1, 2))
 
 
 @given(batch=batches(), n_tokens=st.integers(16, 64))
@@ -195,7 +197,7 @@ def test_micro_batches_cover_the_batch(batch: Batch, n_tokens: int) -> None:
     for part in parts:
         assert len(part.batch.ids) <= n_tokens
         part.batch.check(FakeCache(1000))
-    for name in ("ids", "positions"):
+    for name in ("ids", "positions", "adapters"):
         joined = np.concatenate([getattr(part.batch, name) for part in parts])
         np.testing.assert_array_equal(joined, getattr(batch, name))
     slots = np.concatenate([slots_of(part.batch) for part in parts])

@@ -17,9 +17,11 @@ from localllm.kernels.backend import HostOutput, Step
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cupy_driver import open_driver
+from localllm.kernels.cuda.row_split import RowSplitBackend
 from localllm.kernels.variants import graph_variant, head_graph
 from localllm.models.registry import read_model
 from localllm.quant.types import GGMLType
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps, SplitOps
 from tests.helpers.run_model import Runner, make_batch
@@ -154,11 +156,65 @@ def test_a_model_with_experts_in_its_file_has_variants(path: Path) -> None:
     assert variant.value(values["layers.1.mlp"]).shape == (len(IDS), 64)
 
 
-def test_a_split_model_has_no_variants(path: Path) -> None:
-    runner = Runner(path, SplitOps([(ReferenceOps(), 1), (ReferenceOps(), 2)]))
-    with pytest.raises(
-        KernelError, match=r"split over several devices cannot be read or changed: load it on one device$"
-    ):
+def _split_reference(layers: list[int]) -> Any:
+    return SplitOps([(ReferenceOps(), n) for n in layers], micro_batch=5)
+
+
+def _split_cpu(layers: list[int]) -> Any:
+    return SplitOps([(shared_by_threads(CPUOps(threads=2)), n) for n in layers], micro_batch=5)
+
+
+def _split_cuda(layers: list[int]) -> Any:
+    if reason := no_harness():
+        pytest.skip(reason)
+    driver = EmulatedDriver(n_devices=len(layers))
+    return SplitOps([(emulated_cuda(driver, i), n) for i, n in enumerate(layers)], micro_batch=5)
+
+
+@pytest.mark.parametrize(
+    ("make", "split", "layers"),
+    [
+        *(("reference", _split_reference, layers) for layers in ([1, 2], [2, 1], [1, 1, 1])),
+        ("cpu", _split_cpu, [1, 2]),
+        ("cuda-emulated", _split_cuda, [1, 2]),
+    ],
+)
+def test_a_model_split_over_devices_has_the_values_of_one_device(
+    path: Path, make: str, split: Callable[[list[int]], Any], layers: list[int]
+) -> None:
+    """With edits before and after the cuts, and batches of more tokens than a micro-batch."""
+    alone = Runner(path, MAKERS[make](), n_pages=2, max_tokens=16)
+    parts = Runner(path, split(layers), n_pages=2, max_tokens=16)
+    edited = ["embedding", *(f"layers.{i}.{name}" for i in range(3) for name in ("output", "attention", "mlp"))]
+    for reads, changes in ((alone.model.graph.names, ()), (edited, ["logits", *edited]), ((), edited)):
+        rows: list[dict[str, Array]] = []
+        for runner in (alone, parts):
+
+            def change(name: str, x: Array, base: Array | None) -> None:
+                x[1:] += np.float32(0.25) * x[:-1]
+                if base is not None:
+                    x[0] = base[0]
+
+            graph, values = graph_variant(runner.model.graph, reads, changes)
+            step = runner.step.variant(graph)
+            read: dict[str, Array] = {}
+            for ids, past in ((IDS[:7], 0), (IDS[7:8], 7)):
+                read[f"result after {past}"] = run(step, ids, past, edit=change)
+                read |= {f"{name} after {past}": step.value(value).copy() for name, value in values.items()}
+            rows.append(read)
+            assert np.isfinite(run(runner.step, IDS, 0)).all()
+        assert rows[0].keys() == rows[1].keys()
+        for name, expected in rows[0].items():
+            np.testing.assert_array_equal(rows[1][name], expected, err_msg=name)
+
+
+def test_a_model_split_by_rows_has_no_variants(tmp_path: Path) -> None:
+    if reason := no_harness():
+        pytest.skip(reason)
+    driver = EmulatedDriver(n_devices=2)
+    backend = RowSplitBackend([emulated_cuda(driver, i) for i in range(2)])
+    runner = Runner(tiny_gguf(tmp_path / "m.gguf", type=GGMLType.Q8_0), backend, n_pages=2, max_tokens=16)
+    with pytest.raises(KernelError, match=r"split by rows cannot be read or changed: leave split_mode out to split"):
         runner.step.variant(runner.model.graph)
 
 

@@ -101,6 +101,28 @@ def test_a_split_model_writes_the_same_text(make: Make, path: Path, load: Callab
         np.testing.assert_array_equal(llm.logits(PROMPT), logits)
 
 
+@pytest.mark.parametrize("make", [ReferenceOps, cpu_ops], ids=["reference", "cpu"])
+def test_values_of_a_split_model_are_read_and_changed(make: Make, path: Path, load: Callable[..., LLM]) -> None:
+    alone, plenty = load(Machine(make), path, parallel=4), 1 << 40
+    split = load(Machine(make, plenty, plenty), path, n_gpu_layers=2, parallel=4)
+    vector = np.random.default_rng(3).normal(0, 1, 64).astype(np.float32)
+    changes: list[dict[str, Any]] = [
+        {},
+        {"steer": {"layers.*.output": vector}},
+        {"hooks": {"layers.1.attention": lambda rows, positions: rows * np.float32(0.5)}},
+    ]
+    prompts = [PROMPT * 2, PROMPT[:30]]  # the first is longer than a micro-batch
+    for options in changes:
+        for a, b in zip(*(llm.trace(prompts, ["*", "layers.*.*"], **options) for llm in (split, alone)), strict=True):
+            assert a.keys() == b.keys()
+            for name, rows in a.items():
+                np.testing.assert_array_equal(rows, b[name], err_msg=name)
+        replies = [llm.generate(PROMPT, max_tokens=6, temperature=0, logprobs=1, **options) for llm in (split, alone)]
+        assert replies[0].logprobs == replies[1].logprobs
+    np.testing.assert_array_equal(*(llm.embed(prompts, layer=1) for llm in (split, alone)))
+    assert greedy(split) == greedy(alone)
+
+
 def test_a_host_without_layers_leaves_the_cache_its_size(path: Path, load: Callable[..., LLM]) -> None:
     """Also if the host has longer pages than the devices."""
     cpu_host = Machine(ReferenceOps, 1 << 40, 1 << 40)

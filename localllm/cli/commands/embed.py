@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> None:
         llm = load(arguments.model, **load_options(arguments, arguments.model), progress=progress)
     with llm:
         if arguments.query is None:
-            options: dict[str, Any] = {"prefix": arguments.prefix, "dimensions": arguments.dimensions}
+            names = ("prefix", "dimensions", "layer", "pooling")
+            options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
             if arguments.per_token or llm.is_late:
                 results: Any = llm.embed(texts, per_token=True, **options)
             else:
@@ -45,6 +46,11 @@ def run(arguments: argparse.Namespace) -> None:
             print(json.dumps({"score": round(score, 6), "text": text}, ensure_ascii=False))
 
 
+def _layer(text: str) -> int | str:
+    """Parse the number of a layer, negative from the end, or the name of a value."""
+    return int(text) if text.removeprefix("-").isdecimal() else text
+
+
 COMMAND = Command(
     "[-m FILE] [TEXT …] [options]",
     "compute vectors of texts, or rank texts",
@@ -55,6 +61,10 @@ COMMAND = Command(
         flag("--prefix TEXT", "text to insert before each text, such as 'search_query: '", default=""),
         flag("--dimensions N", "use only the first N values of each vector", whole(1)),
         flag("--per-token", "print a vector for each token of a TEXT, as for late-interaction models (ColBERT)"),
+        flag(
+            "--layer N", "use hidden states of a model that generates text: a layer, or the name of a value", _layer
+        ),
+        flag("--pooling mean|first|last", "how hidden states of tokens become a vector (default: mean)"),
         flag("--query TEXT", "rank the texts by relevance to TEXT, with a reranker or a late-interaction model"),
         flag("-q --quiet", "print nothing but vectors and errors"),
         "model",
@@ -65,7 +75,7 @@ COMMAND = Command(
     run,
     """\
 embed needs an embedding model (BERT, Nomic Embed, ModernBERT, EmbeddingGemma, Qwen3-Embedding), a late-interaction
-model (ColBERT) or a reranker.
+model (ColBERT) or a reranker.  With --layer or --pooling, it uses the hidden states of a model that generates text.
 
 It prints one JSON array per text: a vector of length 1, or with --per-token one vector per token.  With --query it
 prints one JSON object per text, with the score and the text, best first.

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import localllm
-from localllm import LLM, GGUFError, ModelError, Steering, UsageError
+from localllm import LLM, ClosedError, GGUFError, ModelError, Steering, UsageError
 from tests.helpers.command_line import run_main
 from tests.helpers.gguf_writer import finish
 from tests.helpers.tiny_models import tiny_gguf
@@ -158,7 +158,20 @@ def test_a_control_vector_of_llama_cpp(llm: LLM, tmp_path: Path) -> None:
             {OUTPUT: np.zeros((2, 64))},
             r"^steer has an array of shape \[2, 64\] for 'layers.1.output': give a vector$",
         ),
-        ({OUTPUT: "much"}, "^steer is 'much', but must be an array of numbers for layers.1.output$"),
+        ({OUTPUT: "much"}, "^steer is 'much', but must be an array of real numbers for layers.1.output$"),
+        ({OUTPUT: ["1"] * 64}, "^steer is .*, but must be an array of real numbers for layers.1.output$"),
+        ({OUTPUT: np.ones(64) * 1j}, "(?s)^steer is .*, but must be an array of real numbers for layers.1.output$"),
+        ({OUTPUT: [[1], [2, 3]]}, "^steer is .*, but must be an array of real numbers for layers.1.output$"),
+        ({OUTPUT: [10**400] * 64}, "^steer is .*, but must be an array of real numbers for layers.1.output$"),
+        ({OUTPUT: [1e300] * 64}, "^steer has NaN or infinity in the vector of 'layers.1.output'"),
+        ({OUTPUT: None}, r"^steer has an array of shape \[\] for 'layers.1.output': give a vector$"),
+        ({3: vector(1)}, "^steer has the name 3, but names of values are strings$"),
+        (
+            [{OUTPUT: np.full(64, 3.4e38)}] * 2,
+            "^steer makes layers.1.output infinite: use a smaller vector or scale$",
+        ),
+        (Steering({OUTPUT: vector(1)}, positions=(i for i in (1,))), "^positions is <generator"),
+        (Steering({OUTPUT: vector(1)}, positions=slice(None, None, -1)), "^positions is slice"),
         (3, "^steer is 3, but must be a mapping of names to vectors, a Steering, or a list of Steering$"),
         ([{OUTPUT: vector(1)}, 3], "^steer is 3, but must be a mapping of names to vectors"),
         (Steering({OUTPUT: vector(1)}, positions=[40]), "^positions is 40, but must be from -40 to 39"),
@@ -174,6 +187,12 @@ def test_bad_settings() -> None:
         ({"kind": "push"}, "^kind is 'push', but must be one of 'add', 'project_out', 'clamp', 'replace'$"),
         ({"scale": float("nan")}, "^scale is nan, but must be a finite number$"),
         ({"kind": "clamp", "low": 2, "high": 1}, "^low is 2, but must be at most high, 1$"),
+        ({"kind": "clamp", "low": "a"}, "^low is 'a', but must be at most high, inf$"),
+        ({"kind": "clamp", "low": float("nan")}, "^low is nan, but must be at most high, inf$"),
+        ({"kind": ["add"]}, r"^kind is \['add'\], but must be one of"),
+        ({"scale": "1"}, "^scale is '1', but must be a finite number$"),
+        ({"scale": 10**400}, "^scale is 1000.*, but must be a finite number$"),
+        ({"scale": 1e38}, "^steer has a vector of 'layers.1.output' that is infinite times the scale 1e\\+38: "),
     ):
         with pytest.raises(UsageError, match=message):
             Steering({OUTPUT: vector(1)}, **arguments)  # type: ignore[arg-type]
@@ -205,12 +224,25 @@ def test_errors_of_hooks_end_only_their_requests(llm: LLM) -> None:
         llm.generate([5], max_tokens=1)
         return rows
 
-    wrong: list[tuple[Any, type[Exception], str]] = [
+    def stops(rows: Array, positions: Any) -> Array:
+        raise StopIteration
+
+    def exits(rows: Array, positions: Any) -> Array:
+        raise SystemExit(3)
+
+    wrong: list[tuple[Any, type[BaseException], str]] = [
         (fails, ZeroDivisionError, "^mine$"),
         (calls, UsageError, "runs in the model's own thread and cannot wait for the same model"),
         (lambda rows, p: rows[:, :3], UsageError, r"^the hook of layers.1.output returned an array of shape \["),
         (lambda rows, p: rows * np.nan, UsageError, "returned NaN or infinity: return finite numbers$"),
-        (lambda rows, p: "text", UsageError, "returned str, but must return an array$"),
+        (lambda rows, p: "text", UsageError, "returned str, but must return an array of real numbers$"),
+        (lambda rows, p: rows * 1j, UsageError, "returned ndarray, but must return an array of real numbers$"),
+        (lambda rows, p: [[1], [2, 3]], UsageError, "returned list, but must return an array of real numbers$"),
+        (lambda rows, p: [[10**400]], UsageError, "returned list, but must return an array of real numbers$"),
+        (lambda rows, p: rows * np.float64(1e300), UsageError, "returned NaN or infinity: return finite numbers$"),
+        (lambda rows, p: rows[None], UsageError, r"^the hook of layers.1.output returned an array of shape \[1, "),
+        (stops, RuntimeError, "^a function given to the model raised StopIteration$"),
+        (exits, SystemExit, "^3$"),
     ]
     for hook, kind, message in wrong:
         streams = [llm.stream(IDS, max_tokens=6, temperature=0, logprobs=3) for _ in range(2)]
@@ -220,6 +252,26 @@ def test_errors_of_hooks_end_only_their_requests(llm: LLM) -> None:
         assert [stream.read().ids for stream in (*streams, steered)] == [plain.ids] * 3
     with pytest.raises(UsageError, match=r"^hooks is"):
         llm.generate(IDS, hooks={OUTPUT: 3})  # type: ignore[dict-item]
+
+
+def test_vectors_cannot_change_after_they_were_checked() -> None:
+    given, steering = vector(1), Steering({OUTPUT: vector(1)}, scale=np.float32(0.5))  # type: ignore[arg-type]
+    assert steering.scale == 0.5
+    before = Steering({OUTPUT: given}, scale=0.5)
+    given += 1
+    assert before.digest == steering.digest
+    with pytest.raises(ValueError, match="read-only"):
+        steering.vectors[OUTPUT][0] = 3
+
+
+def test_a_hook_that_closes_the_model_ends_its_request(path: Path) -> None:
+    with localllm.load(path, device="reference", context=64) as llm:
+
+        def close(rows: Array, positions: Any) -> None:
+            llm.close()
+
+        with pytest.raises(ClosedError):
+            llm.generate(IDS, hooks={OUTPUT: close})
 
 
 def test_chosen_experts_cannot_be_changed(tmp_path: Path) -> None:

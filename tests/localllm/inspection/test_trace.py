@@ -218,8 +218,22 @@ def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         llm.trace(IDS, "logits", positions=[0, 90])
     with pytest.raises(UsageError, match=r"^positions select no token of a prompt of 90 tokens$"):
         llm.trace(IDS, "logits", positions=slice(90, None))
-    with pytest.raises(UsageError, match=r"^positions is 'last'"):
-        llm.trace(IDS, "logits", positions="last")
+    for positions in ("last", b"last", 1.5, True, (i for i in (0,)), [0, None], [1.0], slice(0, 9, 0), slice("a")):
+        with pytest.raises(UsageError, match=r"^positions is "):
+            llm.trace(IDS, "logits", positions=positions)  # type: ignore[arg-type]
+    for positions in (range(10**12), range(-(10**12), 0), [10**400], -91):
+        with pytest.raises(UsageError, match=r"^positions is .*, but must be from -90 to 89, for a prompt of 90 tok"):
+            llm.trace(IDS, "logits", positions=positions)
+    for positions in ([], slice(10**30, None), slice(-(10**30), -(10**30)), np.zeros(0, np.int64)):
+        with pytest.raises(UsageError, match=r"^positions select no token of a prompt of 90 tokens$"):
+            llm.trace(IDS, "logits", positions=positions)
+    equal(llm.trace(IDS, "logits", positions=slice(5, 10**30, 10**30)), llm.trace(IDS, "logits", positions=5))
+    for names in ([], 3, [3], [None], b"logits", ["logits", 3]):
+        with pytest.raises(UsageError, match=r"^names is .*, but must be a name of a value, or a list of names$"):
+            llm.trace(IDS, names)  # type: ignore[arg-type]
+    for name in ("", "*" * 5000 + "x", "x" * 100_000):
+        with pytest.raises(UsageError, match=r"^names names .*nearest names are"):
+            llm.trace(IDS, name)
     with pytest.raises(ContextLengthError):
         llm.trace(IDS * 2, "logits")
     with pytest.raises(UsageError, match=r"^path is 'a.txt', but must be the name of a .safetensors or .npz file$"):
@@ -231,6 +245,12 @@ def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         llm.generate(IDS, watch="logits")
     with pytest.raises(UsageError, match=r"^watch names 'x'"):
         llm.generate(IDS, watch="x", on_values=print)
+    with pytest.raises(UsageError, match=r"^watch is "):
+        llm.generate(IDS, watch=3, on_values=print)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"^on_values is 3, but must be a function of positions and values"):
+        llm.generate(IDS, watch="logits", on_values=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"^on_values gets no values: name them in watch$"):
+        llm.generate(IDS, on_values=print)
     monkeypatch.setattr(trace_module, "available_memory", lambda: 1000)
     with pytest.raises(
         NotEnoughMemoryError, match=r"name fewer values or positions, or use stream_trace or save_trace$"

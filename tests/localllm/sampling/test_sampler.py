@@ -78,7 +78,7 @@ BAD: dict[str, list[Any]] = {
     "seed": [-1, 1 << 64, 1.0, True, "7"],
     "logprobs": [-1, 1.0, True, "5"],
     "post_sampling_probs": [1, 0, "yes"],
-    "processors": [5, (None,), ("f",), len],
+    "processors": [5, (None,), ("f",), "f"],
 }
 
 

@@ -22,6 +22,7 @@ import pytest
 import localllm
 from localllm.models.registry import ARCHITECTURES
 from tests.helpers.http_server import Serving, serving
+from tests.helpers.tiny_models import tiny_gguf
 from tests.models.tiny import ENCODERS, make_model, write
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
@@ -30,8 +31,9 @@ pytest.importorskip("transformers", reason="needs the extra 'reference'")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models for embeddings, for reranking, and for both with token vectors."""
+    """Models for embeddings, for reranking, and for both with token vectors; and a model that generates text."""
     folder, entry = tmp_path_factory.mktemp("models"), ENCODERS["bert"]
+    tiny_gguf(folder / "writer.gguf")
     model = make_model(entry)
     write(folder / "embedder.gguf", entry, model)
     score = np.random.default_rng(3).normal(0, 0.3, (1, 64)).astype(np.float32)
@@ -51,7 +53,7 @@ def server(folder: Path) -> Iterator[Serving]:
         return localllm.load(source, device="cpu")
 
     with serving(
-        load, sources={name: str(folder / f"{name}.gguf") for name in ("embedder", "reranker", "late")}
+        load, sources={name: str(folder / f"{name}.gguf") for name in ("embedder", "reranker", "late", "writer")}
     ) as started:
         yield started
 
@@ -149,6 +151,32 @@ def test_vectors_of_tokens(server: Serving, folder: Path) -> None:
     for task, shape in ((None, (64,)), ("embed", (64,)), ("token_embed", (len(expected[0]), 64))):
         body = {"model": "embedder", "input": "a", "task": task}
         assert np.shape(httpx.post(server.url + "/pooling", json=body).json()["data"][0]["data"]) == shape
+
+
+def test_hidden_states_of_a_model_that_generates_text(server: Serving, folder: Path) -> None:
+    with localllm.load(folder / "writer.gguf", device="cpu") as llm:
+        expected = llm.embed(["a", "b cat"], layer=-2, pooling="last", dimensions=8)
+        of_value = llm.embed(["a"], layer="layers.0.mlp")[0]
+        rows = llm.embed(["b cat"], layer=0, per_token=True)[0]
+    body: dict[str, Any] = {"model": "writer", "input": ["a", "b cat"]}
+    fields = {"layer": -2, "pooling": "last", "dimensions": 8}
+    reply = httpx.post(server.url + "/v1/embeddings", json=body | fields).json()
+    np.testing.assert_allclose([each["embedding"] for each in reply["data"]], expected, rtol=1e-5, atol=1e-6)
+    body = {"model": "writer", "input": "a", "layer": "layers.0.mlp"}
+    (vector,) = httpx.post(server.url + "/api/embed", json=body).json()["embeddings"]
+    np.testing.assert_allclose(vector, of_value, rtol=1e-5, atol=1e-6)
+    body = {"model": "writer", "input": "b cat", "layer": 0, "task": "token_embed"}
+    (each,) = httpx.post(server.url + "/pooling", json=body).json()["data"]
+    np.testing.assert_allclose(each["data"], rows, rtol=1e-5, atol=1e-6)
+    for model, more, message in (
+        ("writer", {}, "choose hidden states with layer"),
+        ("writer", {"layer": 3}, "layer is 3, but must be a whole number from -3 to 2"),
+        ("writer", {"pooling": "max"}, "pooling"),
+        ("embedder", {"pooling": "mean"}, "has its own pooling: leave it out"),
+    ):
+        refused = httpx.post(server.url + "/v1/embeddings", json={"model": model, "input": "a", **more})
+        assert refused.status_code == 400
+        assert message in refused.json()["error"]["message"]
 
 
 def test_texts_as_objects_and_among_tokens(server: Serving) -> None:
