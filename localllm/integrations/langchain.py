@@ -71,7 +71,7 @@ class ChatLocal(BaseChatModel):
         chosen = choose_tools(options.pop("tools", None), options.pop("tool_choice", None))
         n_calls, model = 0, self.llm
         more: dict[str, Any] = {"tools": chosen.offered or None, "parse": chosen}
-        with model.stream_chat(convert_to_openai_messages(messages), **more, **options) as reply:
+        with model.stream_chat(_as_openai(messages), **more, **options) as reply:
             for chunk in reply:
                 message = AIMessageChunk(content=chunk.text)
                 if chunk.reasoning:
@@ -103,3 +103,14 @@ class ChatLocal(BaseChatModel):
         if any(choice == tool["function"]["name"] for tool in converted):
             choice = {"type": "function", "function": {"name": choice}}
         return self.bind(tools=converted, tool_choice=choice, **kwargs)
+
+
+def _as_openai(messages: list[BaseMessage]) -> list[dict[str, Any]]:
+    """Return messages for `LLM.chat`. Calls and reasoning among the parts of a message become its fields."""
+    converted: Any = convert_to_openai_messages(messages)
+    for message in converted:
+        if isinstance(parts := message.get("content"), list):
+            reasoning = [part.get("reasoning", "") for part in parts if part.get("type") == "reasoning"]
+            message["content"] = [part for part in parts if part.get("type") not in ("reasoning", "tool_call")]
+            message |= {"reasoning": "".join(reasoning)} if reasoning else {}
+    return list(converted)

@@ -79,7 +79,7 @@ def _response(text: str, delta: str | None = None) -> ChatResponse:
 
 
 def _pieces(stream: Any) -> Iterator[tuple[str, str]]:
-    """Yield the text so far and its last piece."""
+    """Yield each piece as (the text up to its end, the piece)."""
     text = ""
     with stream:
         for chunk in stream:

@@ -56,13 +56,17 @@ def test_a_message_is_answered(model: Any) -> None:
 
 
 def test_tools_are_called(model: Any) -> None:
-    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 
     with_tools, question = model.bind_tools([ADD]), HumanMessage("2 + 3?")
     reply = with_tools.invoke([question])
     (call,) = reply.tool_calls
     assert (call["name"], call["args"], reply.content) == ("add", {"a": 2, "b": 3}, "")
     result = with_tools.invoke([question, reply, ToolMessage("5", tool_call_id=call["id"])])
+    assert result.content == "It is 5"
+    blocks = AIMessage(content=[{"type": "reasoning", "reasoning": "Hm."}, *reply.content_blocks])
+    blocks.tool_calls = reply.tool_calls
+    result = with_tools.invoke([question, blocks, ToolMessage("5", tool_call_id=call["id"])])
     assert result.content == "It is 5"
     assert model.bind_tools([ADD], tool_choice="none").invoke([question]).tool_calls == []
     for choice in (True, "any", "add"):

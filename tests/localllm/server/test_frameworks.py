@@ -50,6 +50,13 @@ def actor() -> Iterator[Serving]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def local() -> Iterator[Any]:
+    """The same model without a server."""
+    with scripted(script)(None, None) as llm:
+        yield llm
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_tracing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -65,6 +72,8 @@ if all(map(find_spec, ("langchain_tests", "langchain_openai", "langchain_anthrop
     from langchain_ollama import ChatOllama
     from langchain_openai import ChatOpenAI
     from langchain_tests.integration_tests import ChatModelIntegrationTests
+
+    from localllm.integrations.langchain import ChatLocal
 
     class Standard(ChatModelIntegrationTests):
         """The tests for a model that reads only text."""
@@ -93,6 +102,21 @@ if all(map(find_spec, ("langchain_tests", "langchain_openai", "langchain_anthrop
         @property
         def chat_model_params(self) -> dict[str, Any]:
             return {"model": "demo", "base_url": self.url, "api_key": "none", "max_tokens": 200}
+
+    class TestLocal(Standard):
+        """The model in the same process, without the server."""
+
+        chat_model_class = ChatLocal
+        supports_json_mode = supports_model_override = False  # not supported
+        llm: Any = None
+
+        @pytest.fixture(autouse=True)
+        def _at(self, local: Any) -> None:
+            type(self).llm = local
+
+        @property
+        def chat_model_params(self) -> dict[str, Any]:
+            return {"llm": self.llm, "options": {"max_tokens": 200}}
 
     class TestOllama(Standard):
         chat_model_class = ChatOllama
