@@ -17,12 +17,17 @@ _BLOCKS = {
     "attention": ("self_attn", "attention", "attn", "self_attention", "norm_attn_norm.attn"),
     "recurrent": ("mamba", "mixer", "linear_attn", "conv"),
     "mlp": ("mlp", "feed_forward", "block_sparse_moe", "moe", "ffn"),
+    "router": (
+        *("mlp.gate", "mlp.router", "feed_forward.router", "feed_forward.gate", "ffn.router.layer", "router.proj"),
+        *("block_sparse_moe.gate", "block_sparse_moe.router", "moe.gate", "moe.router", "mixer.gate"),
+    ),
 }
 
 #: Values that the modules of a model type compute differently: with the residual stream, or before or after a factor.
 _DIFFERENT = {
     **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa"), ("mlp",)),
     "bloom": ("attention", "mlp"),
+    "llama4_text": ("router",),  # the scores after the sigmoid
     "falcon_h1": ("attention", "recurrent", "mlp"),
     "mimo_v2_flash": ("attention",),
     "minicpm3": ("attention", "mlp", "final_norm"),
