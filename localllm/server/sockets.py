@@ -79,6 +79,7 @@ def listen_unix(path: Path) -> Iterator[socket.socket]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Lock a folder against other servers that start at the same time."""
+    assert sys.platform != "win32"
     import fcntl
 
     descriptor = os.open(folder, os.O_RDONLY)
@@ -91,6 +92,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _remove_stale(path: Path) -> None:
     """Remove a Unix socket without a server.  Raises UsageError if the path is in use."""
+    assert sys.platform != "win32"
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
