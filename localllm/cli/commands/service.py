@@ -327,15 +327,23 @@ def _task(arguments: argparse.Namespace) -> Task:
     )
 
 
-def _check_system(line: Sequence[str], user: str) -> None:
-    """Raise UsageError if a service of the machine cannot have this user or these words of the command line."""
+def _has_user(name: str) -> bool:
+    if sys.platform == "win32":
+        return False
     import pwd
 
     try:
-        pwd.getpwnam(user)
+        pwd.getpwnam(name)
     except KeyError:
+        return False
+    return True
+
+
+def _check_system(line: Sequence[str], user: str) -> None:
+    """Raise UsageError if a service of the machine cannot have this user or these words of the command line."""
+    if not _has_user(user):
         add = f"useradd --system --home-dir {_STATE} {user}"
-        raise UsageError(f"there is no user {user!r:.40}: add one with {add}, or name another with --user") from None
+        raise UsageError(f"there is no user {user!r:.40}: add one with {add}, or name another with --user")
     for word in line:
         path = word.rpartition("=")[2]
         if not os.path.isabs(path) and os.path.exists(path) and ("/" in path or "." in path):
