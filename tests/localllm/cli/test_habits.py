@@ -5,6 +5,7 @@ Each works as documented, warns in one line, or fails with a sentence that names
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shlex
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from localllm import LLM, load  # load is imported before it is patched: the package caches it
 from localllm.chat import CHATML
+from localllm.cli.main import main
 from localllm.kernels.cuda import installation
 from tests.helpers.command_line import run_main
 from tests.helpers.tiny_models import config, random_weights, write_gguf
@@ -58,7 +60,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("perplexity -m model.gguf -f long.txt -c 16 --save-all-logits base.logits", "", {}),
     ("perplexity -m model.gguf -f long.txt -c 16 --kl-divergence", "error: --kl-divergence needs --kl-divergenc", {}),
     ("perplexity -m model.gguf -f long.txt -c 16 --kl-divergence-base kl.logits", "", {}),
-    ("perplexity -m model.gguf -f long.txt --kl-divergence-base kl.logits --kl-divergence", "", {}),
+    ("perplexity -m model.gguf -f long.txt --kl-divergence-base read.logits --kl-divergence", "", {}),
     ("evaluate -m model.gguf -f long.txt --ppl-stride 8", "error: there is no flag --ppl-stride: chunks do not", {}),
     ("evaluate -m model.gguf -f long.txt --hellaswag", "error: there is no flag --hellaswag: localllm evaluate", {}),
     ("llama-imatrix -m model.gguf -f long.txt -c 16 -o im.gguf --chunks 1", "", {}),
@@ -201,6 +203,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "t.jinja").write_text(TEMPLATE)
     (folder / "bad.gbnf").write_text("root::=x[")
     (folder / "config.toml").write_text('device = "reference"\n')
+    with contextlib.chdir(folder):
+        line = "perplexity --device reference -m model.gguf -f long.txt -c 16 --kl-divergence-base read.logits"
+        assert main(shlex.split(line)) == 0
     return folder
 
 

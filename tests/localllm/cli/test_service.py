@@ -170,6 +170,7 @@ def test_the_service_of_the_machine_is_restricted(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs sh")
 def test_a_service_of_the_machine(
     systemctl: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -224,6 +225,7 @@ def test_a_service_of_the_machine(
     assert calls[-3:] == ["status --no-pager localllm", "disable --now localllm", "daemon-reload"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs sh")
 def test_the_log_is_shown(
     systemctl: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
