@@ -236,6 +236,7 @@ class _Puller:
             with self._partial(file).open("ab" if have else "wb") as out:
                 for data in answer.iter_raw():
                     out.write(data)
+                    out.flush()  # reported bytes are not downloaded again
                     have += len(data)
                     report(min(have, file.n_bytes))
                     if have > file.n_bytes:
