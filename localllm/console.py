@@ -207,6 +207,13 @@ def _kernels(n: int) -> str:
     return f"{n} kernel{'s' * (n != 1)}"
 
 
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows with aligned columns as plain text, also into files and pipes."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+
+
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str]) -> None:
     """Print a table on a terminal. ``numbers``: names of the columns that contain numbers."""
     # Imported here, because files and pipes do not need it.

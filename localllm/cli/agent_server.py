@@ -165,7 +165,7 @@ def _stop(process: subprocess.Popen[bytes], kill: Callable[[subprocess.Popen[byt
         process.wait()
 
 
-#: Signals that end ``localllm launch``, as far as the system has them.
+#: Signals of this system that end ``localllm launch``.
 ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 

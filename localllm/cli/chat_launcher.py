@@ -59,14 +59,14 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
     question = _question(arguments)
     names_model = arguments.model is not None
     defaults = apply_settings(arguments)
-    conversation = _conversation(arguments, store, notices)
+    conversation, folders = _conversation(arguments, store, notices), defaults.model_folders
     is_new = not len(conversation)
     # A chat keeps its settings, unless the command line changes them.
     settings, more = _settings(arguments, defaults if is_new else Settings())
     model = "" if arguments.model is None else str(arguments.model)
     if names_model or is_new:
         conversation.model = model
-    elif is_here(conversation.model, defaults.model_folders):
+    elif is_here(conversation.model, folders):
         model = conversation.model
     else:
         notices.append(
@@ -85,13 +85,11 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
     def next_to_chats(name: str) -> Path | None:
         return None if store.path is None else store.path.with_name(name)
 
-    offers_models = not (names_model or model or question) and is_first_start(store, defaults.model_folders)
-
     if arguments.prompt_cache is None and not arguments.no_prompt_cache:
         arguments.prompt_cache = next_to_chats(PROMPT_CACHE)
 
     def path(name: str) -> str | None:
-        file = model_path(name or None, defaults.model_folders)
+        file = model_path(name or None, folders)
         return None if file is None else str(file)
 
     def load(name: str, progress: LoadProgress | None = None, planned: LoadPlan | None = None) -> LLM:
@@ -111,8 +109,8 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
         first_model=model,
         load=load,
         check=check,
-        list_models=lambda: list_models(defaults.model_folders, arguments.device),
-        offers=offers if offers_models else None,
+        list_models=lambda: list_models(folders, arguments.device),
+        offers=None if names_model or model or question or not is_first_start(store, folders) else offers,
         download_label=download_label,
         pull=pull,
         memory=lambda: int(psutil.Process().memory_info().rss),

@@ -104,11 +104,7 @@ def load_file(options: LoadOptions) -> LoadedModel:
         if options.draft_model is not None:
             draft = files.enter_context(GGUFFile.open(options.draft_model))
             sources.append(_read_draft(draft, sources[0], options))
-            if (difference := reading.result().difference(Vocabulary.from_gguf(draft))) is not None:
-                raise UsageError(
-                    f"the draft model {path_text(draft.path)} has another vocabulary than the model: {difference}; "
-                    "choose a smaller model of the same family"
-                )
+            _check_vocabulary(draft, reading.result())
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
         _check_drafts(sources, devices)
@@ -158,6 +154,15 @@ def load_file(options: LoadOptions) -> LoadedModel:
     return LoadedModel(
         tokenizer, engine, embedder, encoder, options, info, template_source, defaults, template, warnings
     )
+
+
+def _check_vocabulary(draft: GGUFFile, tokenizer: Tokenizer) -> None:
+    """Raise UsageError if a draft model does not have the tokens of the model."""
+    if (difference := tokenizer.difference(Vocabulary.from_gguf(draft))) is not None:
+        raise UsageError(
+            f"the draft model {path_text(draft.path)} has another vocabulary than the model: {difference}; choose a "
+            "smaller model of the same family"
+        )
 
 
 def _open_store(options: LoadOptions) -> BlockStore | None:

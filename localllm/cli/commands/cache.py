@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from localllm.cli.parser import Command, flag
 from localllm.cli.shared_flags import JSON
-from localllm.console import quantity, visible_line
+from localllm.console import print_columns, quantity, visible_line
 from localllm.errors import UsageError, path_text
 
 
@@ -90,11 +90,8 @@ def _print_table(rows: Iterable[_Row]) -> None:
     for row in rows:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.used_at))
         table.append((visible_line(row.model), row.cache_type, quantity(row.n_bytes, "B"), f"{row.n_tokens:,}", when))
-    if len(table) == 1:
-        return
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for words in table:
-        print("  ".join(word.ljust(width) for word, width in zip(words, widths, strict=True)).rstrip())
+    if len(table) > 1:
+        print_columns(table)
 
 
 COMMAND = Command(

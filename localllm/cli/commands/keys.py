@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from localllm.cli.argument_types import whole
 from localllm.cli.parser import Command, flag, several
 from localllm.cli.shared_flags import JSON
-from localllm.console import say, visible_line
+from localllm.console import print_columns, say, visible_line
 from localllm.errors import OutputError, UsageError, path_text
 from localllm.files import NewFile, expanded
 from localllm.options.settings import settings_path
@@ -132,9 +132,8 @@ def _list(path: Path, *, as_json: bool) -> None:
         amounts = (key.entry.requests_per_minute, key.entry.tokens_per_minute)
         requests, tokens = ("" if amount is None else f"{amount:,}" for amount in amounts)
         table.append((key.name, key.entry.role, visible_line(models), requests, tokens))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for words in table if keys else ():
-        print("  ".join(word.ljust(width) for word, width in zip(words, widths, strict=True)).rstrip())
+    if keys:
+        print_columns(table)
     print(f"{visible_line(path_text(path))}: {len(keys)} key{'s' * (len(keys) != 1)}")
 
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from localllm.cli.local_server import SERVER, ask
 from localllm.cli.parser import Command
 from localllm.cli.shared_flags import JSON
-from localllm.console import quantity, visible_line
+from localllm.console import print_columns, quantity, visible_line
 
 #: An expiry after more seconds than this is shown as "never".
 _NEVER = 365 * 86400
@@ -28,9 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
         state = _after(seconds) if progress is None else f"loading, {progress:.0%}"
         size, context = quantity(model["size"], "B"), f"{model['context_length']:,}"
         rows.append((visible_line(model["name"]), size, context, state))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    print_columns(rows)
 
 
 def _after(seconds: float) -> str:
