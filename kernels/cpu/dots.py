@@ -317,17 +317,17 @@ def _dot_vnni(n_registers: int) -> Callable[..., Any]:
     bits_wide = 512 // n_registers
 
     def dot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
-        # Two chains, because each instruction waits for the previous sum.
-        chains = [sums, constant(0, i32, 16)]
-        for i, (w, x) in enumerate(pairs):
+        # One sum for all columns, although each instruction waits for the previous sum: products of other tokens and
+        # blocks fill the pauses.  With two sums, prompts of Q6_K take 15% longer on Zen 5.
+        totals = halves(b, sums, n_registers)
+        for w, x in pairs:
             if bits == 8:  # the instruction takes the first factor as unsigned: w + 128
                 w = b.xor(w, constant(-128, i8, 64))
-            pieces = [
-                intrinsic(b, f"llvm.x86.avx512.vpdpbusd.{bits_wide}", s.type, s, u, v)
-                for s, u, v in zip(*(halves(b, y, n_registers) for y in (chains[i % 2], w, x)), strict=True)
+            totals = [
+                intrinsic(b, f"llvm.x86.avx512.vpdpbusd.{bits_wide}", total.type, total, u, v)
+                for total, u, v in zip(totals, *(halves(b, y, n_registers) for y in (w, x)), strict=True)
             ]
-            chains[i % 2] = join(b, pieces)
-        total = b.add(*chains)
+        total = join(b, totals)
         return b.sub(total, b.shl(sum_x, constant(7, i32, 16))) if bits == 8 else total
 
     return dot
