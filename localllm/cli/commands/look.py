@@ -31,8 +31,12 @@ def run(arguments: argparse.Namespace) -> None:
     files = arguments.control_vector_from
     if files is not None and arguments.output is None:
         raise UsageError("--control-vector-from needs a file to write: add -o FILE")
-    if files is None and arguments.prompt is None:
+    if files is None and not arguments.prompt:
         raise UsageError("look needs a prompt: add -p TEXT")
+    if files is None and arguments.output is not None:
+        raise UsageError("-o is the file of --control-vector-from, which is missing: add it, or use --png FILE")
+    if arguments.token is not None and arguments.patch is None and not arguments.attribution:
+        raise UsageError("--token needs --patch or --attribution: add either")
     if arguments.png is not None:
         require_matplotlib()
     with LoadStatus(enabled=not arguments.quiet) as progress:
