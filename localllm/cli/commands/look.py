@@ -151,6 +151,9 @@ COMMAND = Command(
 look evaluates the text without a chat template, and draws a chart of values inside the model.  Columns that
 do not fit in the terminal follow below.  In pipes, and if NO_COLOR is set, charts have no colours.
 
+A control vector has a vector for each layer after the first, and their effects add up.  Start with a scale of 1
+divided by the number of layers: localllm generate --control-vector-scaled FILE:0.03 for 30 layers.
+
 docs/look-inside.md explains the views.  The functions of localllm.inspection.tools return the same values as arrays.
 """,
     words=Positionals("FILE", "a GGUF file (default: the demo model); also -m FILE", ("model",)),

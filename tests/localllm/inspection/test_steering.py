@@ -319,6 +319,9 @@ def test_the_command_line_adds_control_vectors(
             assert text(*more) == llm.generate("the", max_tokens=6, temperature=0, steer=steering).text
     error = run_main(capfdbinary, "generate", *flags, "--control-vector-layer-range", "1", "2").error()
     assert "--control-vector-layer-range needs --control-vector: add it" in error
+    wide = write_control_vector(tmp_path / "wide.gguf", {1: vector(7, 65)})
+    error = run_main(capfdbinary, "generate", *flags, "--control-vector", str(wide)).error()
+    assert error.startswith("--control-vector has a vector of 65 values for layers.1.output, whose rows have 64: ")
     assert (
         "is not FILE:X, such as happy.gguf:0.8"
         in run_main(capfdbinary, "generate", *flags, "--control-vector-scaled", "a.gguf").error()
