@@ -44,7 +44,7 @@ from localllm.options.checks import check_keywords, mappings, text, token_ids, w
 from localllm.options.declared import GRAMMARS, CheckedOptions, LoadOptions, Sampling, declared, describes
 from localllm.options.foreign_names import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.options.keywords import Options
-from localllm.options.types import CacheScope, Hook, LoadProgress, Progress, SplitMode
+from localllm.options.types import CacheScope, LoadProgress, Progress, SplitMode
 from localllm.sampling import Sampler
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from localllm.chat.tool_choice import ChosenTools
     from localllm.generation.embedding import Embedder
     from localllm.inspection.hidden_states import HiddenStates, PoolingKind
-    from localllm.inspection.positions import Positions
-    from localllm.inspection.steering import Steer
     from localllm.inspection.trace import Trace, TraceOptions, TracePiece
     from localllm.loading.media_encoder import MediaEncoder
     from localllm.sampling.call_constraint import CallConstraint, CallSearch
@@ -383,7 +381,10 @@ class LLM:
         engine = self._opened()
         self._check_writes()
         width = self.graph[f"layers.{engine.graph.n_layers - 1}.output"].width
-        rows = np.asarray(streams, np.float32)
+        try:
+            rows = np.asarray(streams, np.float32)
+        except (TypeError, ValueError):
+            raise UsageError.of("streams", streams, f"an array of numbers [n, {width}]") from None
         if rows.ndim != 2 or rows.shape[1] != width:
             raise UsageError(Argument("streams"), f" has the shape {list(rows.shape)}, but must be [n, {width}]")
         if not np.isfinite(rows).all():
@@ -463,7 +464,7 @@ class LLM:
             UsageError: a name is unknown, a position is outside the prompt, or as in `generate`.
             NotEnoughMemoryError: the values do not fit in memory: use `stream_trace` or `save_trace`.
         """
-        trace = self._trace(prompts, names, **options)
+        trace = self._trace(prompts, names, options)
         values = trace.arrays()
         return values if trace.is_list else values[0]
 
@@ -474,7 +475,7 @@ class LLM:
 
         The pieces of a prompt are in the order of its tokens. Pieces of several prompts may be mixed.
         """
-        return self._trace(prompts, names, **options).pieces()
+        return self._trace(prompts, names, options).pieces()
 
     def save_trace(
         self,
@@ -495,31 +496,23 @@ class LLM:
         Raises:
             OutputError: the file cannot be written.
         """
-        self._trace(prompts, names, **options).save(expanded(path), progress)
+        self._trace(prompts, names, options).save(expanded(path), progress)
 
-    def _trace(
-        self,
-        prompts: Any,
-        names: str | Sequence[str],
-        *,
-        positions: Positions = None,
-        steer: Steer = (),
-        hooks: Mapping[str, Hook] | None = None,
-        adapters: Mapping[str, float] | None = None,
-        add_special: bool = True,
-        parse_special: bool = False,
-    ) -> Trace:
+    def _trace(self, prompts: Any, names: str | Sequence[str], options: TraceOptions) -> Trace:
         from localllm.inspection.positions import select
-        from localllm.inspection.trace import Trace, TracedPrompt
+        from localllm.inspection.trace import Trace, TracedPrompt, TraceOptions
 
+        check_keywords(options, TraceOptions.__annotations__, {})
+        positions = options.get("positions")
         engine, value_names = self._opened(), self.graph
         watched = value_names.matching("names", names)
-        checked = CheckedOptions.of({"steer": steer, "hooks": hooks, "adapters": adapters})
+        changes = {"steer": options.get("steer", ()), "hooks": options.get("hooks")}
+        checked = CheckedOptions.of(changes | {"adapters": options.get("adapters")})
         scales = self._adapter_scales(checked.adapters)
         is_list = isinstance(prompts, list | tuple) and any(isinstance(p, str | list | tuple) for p in prompts)
         traced = []
         for prompt in prompts if is_list else [prompts]:
-            ids = self._prompt_ids(prompt, add_special, parse_special)
+            ids = self._prompt_ids(prompt, options.get("add_special", True), options.get("parse_special", False))
             if len(ids) > engine.context:
                 raise ContextLengthError(len(ids), engine.context)
             probe = replace(self._probe(checked, len(ids)) or Probe(), watched=watched)

@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from localllm import Steering
 from localllm.cli.parser import command_aliases, parser_of
+from localllm.inspection import tools
 from localllm.kernels.cuda import installation
 from localllm.models.encoders.registry import PROJECTORS
 from tests import cli_reference
@@ -24,6 +27,7 @@ from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.hub_server import Repo, hub_server
+from tests.helpers.tiny_models import tiny_gguf
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
@@ -45,6 +49,10 @@ NOT_RUN = {
     "localllm launch": "needs agents: tests/localllm/cli/test_launch.py",
     "localllm merge": "needs an adapter: tests/localllm/loading/test_adapters.py",
     "localllm serve": "does not end: tests/localllm/server/test_serve_command.py",
+    'localllm look model.gguf -p "The capital of France': "needs a real model: tests/real/test_tone.py",
+    'localllm generate -m model.gguf -p "How was your day?" --temp 0 -n 24 --control-vector-scaled happy.gguf:0.5': (
+        "needs 16 layers: tests/real/test_tone.py"
+    ),
     "cp ": "a fixture has the file",
     "pyinstaller": "tests/localllm/integrations/test_pyinstaller.py, in .ci/run",
     "python -m nuitka": "needs a C compiler: run by hand",
@@ -200,13 +208,26 @@ def test_all_encoders_are_in_the_table() -> None:
         assert f"| `{name}` | {projector.models} |" in section
 
 
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with files that commands of look-inside.md read: prompts, a control vector, a mixture of experts."""
+    path = tmp_path_factory.mktemp("made")
+    (path / "happy.txt").write_text("I am happy\nA bright day\n")
+    (path / "sad.txt").write_text("I am sad\nA dark day\n")
+    vectors = {f"layers.{i}.output": np.full(256, 0.01) for i in (1, 2, 3, 4)}
+    tools.save_control_vector(path / "happy.gguf", Steering(vectors), "llama")
+    tiny_gguf(path / "mixture.gguf", "qwen3_moe")
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the models that the pages name, and a hub with the model that they pull."""
     for name in ("model.gguf", "small.gguf"):
         shutil.copy(DEMO, tmp_path / name)
     shutil.copy(ORIGINAL, tmp_path / "f16.gguf")
     write_checkpoint(tmp_path / "checkpoint")
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "__main__.py").write_text("import localllm")
     monkeypatch.chdir(tmp_path)
@@ -243,12 +264,14 @@ def run(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPat
 @pytest.mark.filterwarnings("ignore:the model was trained on")  # the demo model stands in for larger ones
 @pytest.mark.parametrize(
     "line",
-    [line for page, line in lines() if page not in IN_ORDER and not line.startswith(tuple(NOT_RUN))],
+    dict.fromkeys(line for page, line in lines() if page not in IN_ORDER and not line.startswith(tuple(NOT_RUN))),
 )
 def test_a_command(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, folder: Path, line: str
 ) -> None:
     monkeypatch.setattr("localllm.cli.commands.bench.disturbance", lambda *_: None)
+    if "--png" in line:
+        pytest.importorskip("matplotlib", reason="needs the extra 'plot'")
     run(capfdbinary, monkeypatch, line)
 
 

@@ -41,6 +41,8 @@ class AttentionLayer:
             UsageError: the layer does not exist, has no softmax attention, or attends to selected or compressed
                 positions, which are not named values.
         """
+        if not 0 <= layer < graph.n_layers:
+            raise UsageError(f"layer {layer} does not exist: the layers are 0 to {graph.n_layers - 1}")
         operations = (node.operation for node in graph.nodes)
         appends = {op.result: op for op in operations if isinstance(op, RopeAppend)}
         of_layers = dict[int, Attention]()

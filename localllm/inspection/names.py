@@ -63,11 +63,19 @@ class ValueNames(Mapping[str, ValueShape]):
             expression = re.compile("[^.]*".join(parts))
             names = {name for name in self if expression.fullmatch(name)}
             if not names:
-                nearest = get_close_matches(pattern[:80].replace("*", "0"), [*self], n=3, cutoff=0) or [*self][:3]
-                words = f" names {pattern!r:.80}, which the model does not have: the nearest names are "
-                raise UsageError(Argument(argument), words, f"{', '.join(nearest)}, and LLM.graph lists all names")
+                words = f": the model has no value {pattern!r:.80}; the nearest names are {self._nearest(pattern)}"
+                raise UsageError(Argument(argument), words, ", and LLM.graph lists all names")
             matches |= names
         return tuple(name for name in self if name in matches)
+
+    def _nearest(self, pattern: str) -> str:
+        """Return the three names most similar to a name that the model lacks, with its layer if this layer exists."""
+        written = re.match(r"\w+\.(\d{1,9})\.", pattern)
+        first = f"layers.{written[1]}." if written else ""
+        names = [name for name in self if not _LAYER.match(name) or name.startswith(first or "*")]
+        if not any(map(_LAYER.match, names)):
+            names = [*dict.fromkeys(_LAYER.sub("layers.*.", name) for name in self)]
+        return ", ".join(get_close_matches(pattern[:80], names, n=3, cutoff=0) or names[:3])
 
     def _layers(self) -> list[tuple[range, dict[str, ValueShape]]]:
         """Return the runs of equal layers, and the shapes of the names in such a layer."""

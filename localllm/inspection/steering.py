@@ -76,6 +76,10 @@ class Steering:
         self.low, self.high = _number(low), _number(high)
         if not self.low <= self.high:
             raise UsageError.of("low", low, f"at most high, {high}")
+        if kind == "clamp" and self.low == -math.inf and self.high == math.inf:
+            raise UsageError('"clamp" without limits changes nothing: pass low, high or both')
+        if kind != "clamp" and (self.low, self.high) != (-math.inf, math.inf):
+            raise UsageError(f'low and high are limits of "clamp": remove them, or pass "clamp" instead of {kind!r}')
         self.vectors = {name: _vector(name, vector, kind, self.scale) for name, vector in vectors.items()}
 
     @classmethod
@@ -121,6 +125,13 @@ class Steering:
             raise UsageError(f"{path_text(file.path)} has no vector for the layers {first} to {last}: choose others")
         return cls(chosen, scale=scale, positions=positions)
 
+    def __repr__(self) -> str:
+        names = [*self.vectors]
+        shown = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} vectors)"
+        limits = f", low={self.low:g}, high={self.high:g}" if self.kind == "clamp" else f", scale={self.scale:g}"
+        positions = "" if self.positions is None else f", positions={self.positions!r:.80}"
+        return f"Steering({shown}, {self.kind!r}{limits}{positions})"
+
     def scaled(self, factor: float) -> Steering:
         """Return the steering with another scale: ``factor`` times this one."""
         limits = {"low": self.low, "high": self.high}
@@ -147,7 +158,8 @@ class Steering:
                 check_editable("steer", name, names)
                 if len(vector) != names[name].width:
                     words = f" has a vector of {len(vector):,} values for {name}, whose rows have "
-                    raise UsageError(Argument("steer"), words, f"{names[name].width:,}")
+                    remedy = ": use a vector that was made for this model"
+                    raise UsageError(Argument("steer"), words, f"{names[name].width:,}", remedy)
                 edits[name] = partial(_edited, name, self._change(vector), selection)
         return edits
 

@@ -6,6 +6,7 @@ Sources: logit lens, nostalgebraist (2020); activation patching, arXiv:2202.0526
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -23,6 +24,7 @@ from localllm.inspection.steering import Steering
 from localllm.kernels.cpu.host import available_memory
 from localllm.loading.model_info import ModelInfo
 from localllm.models.registry import read_model
+from localllm.options.checks import as_int
 from localllm.options.types import Progress
 from localllm.quant.types import GGMLType
 
@@ -73,7 +75,7 @@ def attention(llm: TracedModel, prompt: Prompt, heads: Sequence[tuple[int, int]]
             `localllm.inspection.attention.AttentionLayer.find`.
         NotEnoughMemoryError: the probabilities do not fit in memory.
     """
-    if not heads:
+    if not heads or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in heads):
         raise UsageError.of("heads", heads, "a list of pairs of a layer and a head")
     # Backends pack the weights of norms, sinks and biases, so the file is read again.
     with GGUFFile.open(llm.info.path) as file:
@@ -108,14 +110,19 @@ def patch(llm: TracedModel, clean: Prompt, corrupted: Prompt, token: int, progre
     Args:
         progress: called with the number of replaced streams, and the number of all streams.
 
-    Raises UsageError if the prompts differ in length, or give the token the same probability.
+    Raises UsageError if the prompts differ in length, or give the token the same probability, or the token does not
+    exist.
     """
+    _check_token(llm, token)
     names = _outputs(llm)
     streams, corrupted_streams = (llm.trace(prompt, names) for prompt in (clean, corrupted))
     ends = [_logprob(llm, prompt, token) for prompt in (clean, corrupted)]
     n_tokens = len(streams[names[0]])
-    if len(corrupted_streams[names[0]]) != n_tokens:
-        raise UsageError("the prompts have different numbers of tokens: replace words by words of the same length")
+    if (n_corrupted := len(corrupted_streams[names[0]])) != n_tokens:
+        raise UsageError(
+            f"the prompts have {n_tokens} and {n_corrupted} tokens, but must have the same number: replace words by "
+            "words of as many tokens"
+        )
     if ends[0] == ends[1]:
         raise UsageError("both prompts give the token the same probability: choose another token")
     effects = np.zeros((len(names), n_tokens), np.float32)
@@ -133,7 +140,10 @@ def attribution(llm: TracedModel, prompt: Prompt, token: int) -> Array:
     """Return by how much the log-probability of ``token`` after the prompt falls without each token, [n_tokens].
 
     A token is removed by setting its embedding to zero.
+
+    Raises UsageError if ``token`` does not exist.
     """
+    _check_token(llm, token)
     embeddings = llm.trace(prompt, "embedding")["embedding"]
     zero, before = np.zeros(embeddings.shape[1], np.float32), _logprob(llm, prompt, token)
     steers = (Steering({"embedding": zero}, "replace", positions=i) for i in range(len(embeddings)))
@@ -164,7 +174,16 @@ def control_vector(
     Args:
         method: "mean" is the mean difference of the streams at the last token. "pca" is the first principal component
             of these differences, with the length of their mean.
+
+    The effects of the vectors of all layers add up: scale them to about 1 divided by the number of layers, or use the
+    vector of one layer.
+
+    Raises UsageError if ``pairs`` or ``method`` is invalid.
     """
+    if not isinstance(method, str) or method not in ("mean", "pca"):
+        raise UsageError.of("method", method, "'mean' or 'pca'")
+    if not pairs or any(isinstance(pair, str) or len(pair) != 2 for pair in pairs):
+        raise UsageError.of("pairs", pairs, "a list of pairs of prompts")
     names = _outputs(llm)[1:]  # llama.cpp's control vectors start at layer 1
     sides = [llm.trace([pair[i] for pair in pairs], names, positions=-1) for i in (0, 1)]
     vectors: dict[str, Any] = {}
@@ -183,7 +202,14 @@ def save_control_vector(path: str | os.PathLike[str], steering: Steering, model:
 
     Args:
         model: architecture of the model (`ModelInfo.architecture`).
+
+    Raises UsageError if the steering does not add vectors to the outputs of layers, from layer 1 on.
     """
+    names = [re.fullmatch(r"layers\.([1-9]\d*)\.output", name) for name in steering.vectors]
+    if steering.kind != "add" or not all(names):
+        raise UsageError(
+            'a control vector can only add to layers.1.output, layers.2.output, …: use the kind "add" and these names'
+        )
     scale = np.float32(steering.scale)
     numbers = {int(name.split(".")[1]): vector * scale for name, vector in steering.vectors.items()}
     keys: dict[str, Any] = {"general.architecture": "controlvector", "controlvector.model_hint": model}
@@ -192,6 +218,13 @@ def save_control_vector(path: str | os.PathLike[str], steering: Steering, model:
     with GGUFWriter(expanded(path), {key: encode_value(value) for key, value in keys.items()}, specs) as writer:
         for vector in numbers.values():
             writer.write(vector.view(np.uint8))
+
+
+def _check_token(llm: TracedModel, token: int) -> None:
+    """Raise UsageError if a token is not in the vocabulary."""
+    n_vocab, number = llm.graph["logits"].width, as_int(token)
+    if number is None or not 0 <= number < n_vocab:
+        raise UsageError.of("token", token, f"a token id from 0 to {n_vocab - 1:,}, as LLM.tokenize returns")
 
 
 def _logprob(llm: TracedModel, prompt: Prompt, token: int, **options: Any) -> float:

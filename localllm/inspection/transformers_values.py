@@ -46,6 +46,8 @@ def transformers_values(folder: Path, ids: Sequence[int], names: ValueNames) -> 
         raise UsageError(
             "transformers:FOLDER needs transformers, which is not installed: pip install transformers torch"
         ) from None
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{path_text(folder)} is not a checkpoint: name a folder with config.json and weights")
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", local_files_only=True)
     except (OSError, ValueError) as error:

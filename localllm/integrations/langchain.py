@@ -20,7 +20,7 @@ from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import Field
+from pydantic import Field, InstanceOf
 
 from localllm.chat.conversation import ToolCall
 from localllm.chat.tool_choice import choose_tools
@@ -35,7 +35,7 @@ class ChatLocal(BaseChatModel):
         options: options of every call (`localllm.Options`). Options of a call or of `bind` override them.
     """
 
-    llm: Any
+    llm: InstanceOf[LLM]
     options: dict[str, Any] = Field(default_factory=dict)
 
     @property

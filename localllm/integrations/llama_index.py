@@ -17,9 +17,10 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
-from pydantic import Field
+from pydantic import Field, InstanceOf
 
 from localllm.errors import UsageError
+from localllm.llm import LLM
 
 
 class LocalLLM(CustomLLM):
@@ -30,7 +31,7 @@ class LocalLLM(CustomLLM):
         options: options of every call (`localllm.Options`). Keywords of a call override them.
     """
 
-    llm: Any
+    llm: InstanceOf[LLM]
     options: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod

@@ -820,6 +820,7 @@ _FLAGS = {
     "adapters": "--lora",
     "dry_sequence_breakers": "--dry-sequence-breaker",
     "logit_bias": "-l",
+    "steer": "--control-vector",
 } | {
     name: flags_of(name, option)[0]
     for cls in (LoadOptions, Sampling, CheckedOptions)

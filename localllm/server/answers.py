@@ -94,7 +94,7 @@ class ThinkingFields(msgspec.Struct):
     thinking_budget: int | None = None
 
     #: Names of fields in errors, by the library's names.
-    FIELDS: ClassVar = {"template_variables": "chat_template_kwargs"}
+    FIELDS: ClassVar = {"template_variables": "chat_template_kwargs", "steer": "steering"}
 
     def template_variables(self) -> dict[str, Any]:
         """Return the variables of the chat template; the most explicit field decides."""

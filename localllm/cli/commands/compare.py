@@ -47,7 +47,9 @@ def run(arguments: argparse.Namespace) -> None:
         return
     for line in table(errors):
         print(line)
-    if jump is None:
+    if not any(difference.error for difference in errors):
+        print("all values are equal")
+    elif jump is None:
         print("no value jumps: the errors grow gradually, as rounding errors do")
     else:
         before = max((d.error for d in errors[: errors.index(jump)]), default=0.0)

@@ -31,8 +31,12 @@ def run(arguments: argparse.Namespace) -> None:
     files = arguments.control_vector_from
     if files is not None and arguments.output is None:
         raise UsageError("--control-vector-from needs a file to write: add -o FILE")
-    if files is None and arguments.prompt is None:
+    if files is None and not arguments.prompt:
         raise UsageError("look needs a prompt: add -p TEXT")
+    if files is None and arguments.output is not None:
+        raise UsageError("-o is the file of --control-vector-from, which is missing: add it, or use --png FILE")
+    if arguments.token is not None and arguments.patch is None and not arguments.attribution:
+        raise UsageError("--token needs --patch or --attribution: add either")
     if arguments.png is not None:
         require_matplotlib()
     with LoadStatus(enabled=not arguments.quiet) as progress:
@@ -146,6 +150,9 @@ COMMAND = Command(
     """\
 look evaluates the text without a chat template, and draws a chart of values inside the model.  Columns that
 do not fit in the terminal follow below.  In pipes, and if NO_COLOR is set, charts have no colours.
+
+A control vector has a vector for each layer after the first, and their effects add up.  Start with a scale of 1
+divided by the number of layers: localllm generate --control-vector-scaled FILE:0.03 for 30 layers.
 
 docs/look-inside.md explains the views.  The functions of localllm.inspection.tools return the same values as arrays.
 """,

@@ -93,6 +93,8 @@ def test_the_command_compares_devices(tmp_path: Path, capfdbinary: pytest.Captur
     assert lines[1].split() == ["layer", "input", "queries", "keys", "values", "attention", "mlp", "output"]
     assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "2"]
     assert lines[-1] == "no value jumps: the errors grow gradually, as rounding errors do"
+    equal = run_main(capfdbinary, "compare", str(path), *flags, "--with", "cpu").out
+    assert equal.splitlines()[-1] == "all values are equal"
     report = json.loads(run_main(capfdbinary, "compare", str(path), *flags, "--with", "cpu", "--json").out)
     assert set(report["errors"].values()) == {0}
     assert report["first_jump"] is None
@@ -115,5 +117,8 @@ def test_the_command_compares_with_transformers(tmp_path: Path, capfdbinary: pyt
         "layers.1.mlp is the first value that jumps: 2.0e+00"
         in run_main(capfdbinary, "compare", str(path), *flags).out
     )
-    (folder / "config.json").unlink()
+    (folder / "model.safetensors").unlink()
     assert "transformers cannot load" in run_main(capfdbinary, "compare", str(path), *flags).error()
+    (folder / "config.json").unlink()
+    error = run_main(capfdbinary, "compare", str(path), *flags).error()
+    assert error == f"{folder} is not a checkpoint: name a folder with config.json and weights"

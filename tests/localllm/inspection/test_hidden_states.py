@@ -110,7 +110,10 @@ def test_other_options_apply(llm: LLM) -> None:
         ({"layer": -4}, "^layer is -4, but must be"),
         ({"layer": 1.5}, "^layer is 1.5, but must be"),
         ({"layer": True}, "^layer is True, but must be"),
-        ({"layer": "layers.3.output"}, "^layer names 'layers.3.output', which the model does not have: the nearest"),
+        (
+            {"layer": "layers.3.output"},
+            "^layer: the model has no value 'layers.3.output'; the nearest names are layers.\\*.output",
+        ),
         ({"layer": "layers.*.output"}, "^layer is 'layers.*.output', which names 3 values: name one$"),
         ({"layer": "layers.0.experts"}, "^layer is 'layers.0.experts', .* name layers.0.router$"),
         ({"pooling": "max"}, "^pooling is 'max', but must be one of 'mean', 'first', 'last'$"),

@@ -164,10 +164,18 @@ def test_a_control_vector_is_made_from_two_files(
 def test_a_missing_prompt_and_a_missing_matplotlib(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run_main(capfdbinary, "look", DEMO).error() == "look needs a prompt: add -p TEXT"
+    for flags in ([], ["-p", ""]):
+        assert run_main(capfdbinary, "look", DEMO, *flags).error() == "look needs a prompt: add -p TEXT"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     error = run_main(capfdbinary, "look", DEMO, *FLAGS, "--png", "a.png").error()
     assert error == 'a PNG file needs matplotlib: pip install "localllm[plot]"'
+
+
+def test_flags_of_another_view_are_refused(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    error = run_main(capfdbinary, "look", DEMO, *FLAGS, "--token", " a").error()
+    assert error == "--token needs --patch or --attribution: add either"
+    error = run_main(capfdbinary, "look", DEMO, *FLAGS, "-o", "a.gguf").error()
+    assert error.startswith("-o is the file of --control-vector-from, which is missing: ")
 
 
 @pytest.mark.posix(reason="a terminal")

@@ -151,8 +151,14 @@ def test_a_control_vector_of_llama_cpp(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("steer", "message"),
     [
-        ({"layers.1.outptu": vector(1)}, "^steer names 'layers.1.outptu'.*nearest names are layers.1.output"),
-        ({OUTPUT: vector(1, 63)}, r"^steer has a vector of 63 values for layers\.1\.output, whose rows have 64$"),
+        (
+            {"layers.1.outptu": vector(1)},
+            "^steer: the model has no value 'layers.1.outptu'; the nearest names are layers.1.output",
+        ),
+        (
+            {OUTPUT: vector(1, 63)},
+            r"^steer has a vector of 63 values for layers\.1\.output, whose rows have 64: use a vector that was",
+        ),
         ({OUTPUT: [*vector(1)[:-1], np.nan]}, "^steer has NaN or infinity in the vector of 'layers.1.output'"),
         (
             {OUTPUT: np.zeros((2, 64))},
@@ -189,6 +195,8 @@ def test_bad_settings() -> None:
         ({"kind": "clamp", "low": 2, "high": 1}, "^low is 2, but must be at most high, 1$"),
         ({"kind": "clamp", "low": "a"}, "^low is 'a', but must be at most high, inf$"),
         ({"kind": "clamp", "low": float("nan")}, "^low is nan, but must be at most high, inf$"),
+        ({"kind": "clamp"}, '^"clamp" without limits changes nothing: pass low, high or both$'),
+        ({"low": 1}, '^low and high are limits of "clamp": remove them, or pass "clamp" instead of \'add\'$'),
         ({"kind": ["add"]}, r"^kind is \['add'\], but must be one of"),
         ({"scale": "1"}, "^scale is '1', but must be a finite number$"),
         ({"scale": 10**400}, "^scale is 1000.*, but must be a finite number$"),
@@ -254,6 +262,14 @@ def test_errors_of_hooks_end_only_their_requests(llm: LLM) -> None:
         llm.generate(IDS, hooks={OUTPUT: 3})  # type: ignore[dict-item]
 
 
+def test_a_steering_shows_its_settings() -> None:
+    both = {OUTPUT: vector(1), "layers.2.output": vector(2)}
+    assert repr(Steering({OUTPUT: vector(1)}, scale=0.5)) == "Steering(layers.1.output, 'add', scale=0.5)"
+    clamp = Steering(both, "clamp", low=-1, positions=[3])
+    shown = "layers.1.output … layers.2.output (2 vectors), 'clamp', low=-1, high=inf, positions=[3]"
+    assert repr(clamp) == f"Steering({shown})"
+
+
 def test_vectors_cannot_change_after_they_were_checked() -> None:
     given, steering = vector(1), Steering({OUTPUT: vector(1)}, scale=np.float32(0.5))  # type: ignore[arg-type]
     assert steering.scale == 0.5
@@ -303,6 +319,9 @@ def test_the_command_line_adds_control_vectors(
             assert text(*more) == llm.generate("the", max_tokens=6, temperature=0, steer=steering).text
     error = run_main(capfdbinary, "generate", *flags, "--control-vector-layer-range", "1", "2").error()
     assert "--control-vector-layer-range needs --control-vector: add it" in error
+    wide = write_control_vector(tmp_path / "wide.gguf", {1: vector(7, 65)})
+    error = run_main(capfdbinary, "generate", *flags, "--control-vector", str(wide)).error()
+    assert error.startswith("--control-vector has a vector of 65 values for layers.1.output, whose rows have 64: ")
     assert (
         "is not FILE:X, such as happy.gguf:0.8"
         in run_main(capfdbinary, "generate", *flags, "--control-vector-scaled", "a.gguf").error()

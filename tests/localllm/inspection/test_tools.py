@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,11 +46,12 @@ def test_attention_of_chosen_heads(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("heads", "message"),
     [
-        ([(3, 0)], "layer 3 has no softmax attention: choose among the layers with it (0, 1, 2)"),
+        ([(3, 0)], "layer 3 does not exist: the layers are 0 to 2"),
         ([(0, 0), (1, 4)], "layer 1 has the heads 0 to 3: there is no head 4"),
         ([], "heads is [], but must be a list of pairs of a layer and a head"),
+        ((0, 1), "heads is (0, 1), but must be a list of pairs of a layer and a head"),
     ],
-    ids=["layer", "head", "none"],
+    ids=["layer", "head", "none", "numbers"],
 )
 def test_heads_that_do_not_exist(llm: LLM, heads: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(UsageError) as error:
@@ -70,7 +72,7 @@ def test_patching_finds_where_prompts_differ(llm: LLM) -> None:
     np.testing.assert_allclose(effects[:, :2], 0, atol=1e-6)
     np.testing.assert_allclose(effects[-1], [0, 0, 0, 0, 0, 1], atol=1e-5)
     assert abs(effects[0, 2]) > 1e-4
-    with pytest.raises(UsageError, match=r"^the prompts have different numbers of tokens: "):
+    with pytest.raises(UsageError, match=r"^the prompts have 6 and 5 tokens, but must have the same"):
         tools.patch(llm, CLEAN, CORRUPTED[:-1], token=50)
     with pytest.raises(UsageError, match=r"^both prompts give the token the same probability: "):
         tools.patch(llm, CLEAN, CLEAN, token=50)
@@ -105,3 +107,40 @@ def test_a_control_vector_is_written_and_read(llm: LLM, tmp_path: Path, method: 
     stored = Steering.from_gguf(tmp_path / "v.gguf")
     assert [*stored.vectors] == ["layers.1.output", "layers.2.output"]
     np.testing.assert_array_equal(stored.vectors[name], 0.5 * steering.vectors[name])
+
+
+@pytest.mark.parametrize("token", [300, -1, " dog"])
+def test_tokens_that_do_not_exist(llm: LLM, token: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"^token is .*, but must be a token id from 0 to 299, as LLM.tokenize returns$"
+    ):
+        tools.attribution(llm, CLEAN, token)
+    with pytest.raises(UsageError, match=r"^token is"):
+        tools.patch(llm, CLEAN, CORRUPTED, token)
+
+
+@pytest.mark.parametrize("pairs", [[], ["ab"], [(CLEAN, CLEAN, CLEAN)]], ids=["none", "text", "three"])
+def test_prompts_that_are_not_pairs(llm: LLM, pairs: Any) -> None:
+    with pytest.raises(UsageError, match=r"^pairs is .*, but must be a list of pairs of prompts$"):
+        tools.control_vector(llm, pairs)
+
+
+def test_an_unknown_method(llm: LLM) -> None:
+    with pytest.raises(UsageError, match=r"^method is 'median', but must be 'mean' or 'pca'$"):
+        tools.control_vector(llm, [(CLEAN, CORRUPTED)], "median")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "steering",
+    [
+        Steering({"layers.1.output": np.ones(64)}, "project_out"),
+        Steering({"layers.0.output": np.ones(64)}),
+        Steering({"layers.1.mlp": np.ones(64)}),
+        Steering({"layers.*.output": np.ones(64)}),
+    ],
+    ids=repr,
+)
+def test_steering_that_no_control_vector_can_hold(tmp_path: Path, steering: Steering) -> None:
+    with pytest.raises(UsageError, match=r"^a control vector can only add to layers.1.output, "):
+        tools.save_control_vector(tmp_path / "v.gguf", steering, "llama")
+    assert not (tmp_path / "v.gguf").exists()

@@ -209,11 +209,16 @@ def test_bad_streams(llm: LLM) -> None:
         llm.unembed(np.zeros((2, 63)))
     with pytest.raises(UsageError, match=r"^streams has NaN or infinity: "):
         llm.unembed(np.full((2, 64), np.nan))
+    for streams in ("text", {}, [[1], [2, 3]]):
+        with pytest.raises(UsageError, match=r"^streams is .*, but must be an array of numbers \[n, 64\]$"):
+            llm.unembed(streams)  # type: ignore[arg-type]
 
 
 def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"^names names 'layer.1.output'.*nearest names are layers.1.output"):
+    with pytest.raises(UsageError, match=r"^names: the model has no value 'layer.1.output'; the nearest names"):
         llm.trace(IDS, "layer.1.output")
+    with pytest.raises(TypeError, match=r"^unexpected keyword argument 'position': did you mean 'positions'\?$"):
+        llm.trace(IDS, "logits", position=-1)  # type: ignore[call-overload]
     with pytest.raises(UsageError, match=r"^positions is 90, but must be from -90 to 89, for a prompt of 90 tokens$"):
         llm.trace(IDS, "logits", positions=[0, 90])
     with pytest.raises(UsageError, match=r"^positions select no token of a prompt of 90 tokens$"):
@@ -232,7 +237,7 @@ def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UsageError, match=r"^names is .*, but must be a name of a value, or a list of names$"):
             llm.trace(IDS, names)  # type: ignore[arg-type]
     for name in ("", "*" * 5000 + "x", "x" * 100_000):
-        with pytest.raises(UsageError, match=r"^names names .*nearest names are"):
+        with pytest.raises(UsageError, match=r"^names: the model has no value .*nearest names are"):
             llm.trace(IDS, name)
     with pytest.raises(ContextLengthError):
         llm.trace(IDS * 2, "logits")
@@ -243,7 +248,7 @@ def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             llm.save_trace(tmp_path / "missing" / name, IDS, "logits")
     with pytest.raises(UsageError, match=r"^watch needs a function that receives the values: pass on_values$"):
         llm.generate(IDS, watch="logits")
-    with pytest.raises(UsageError, match=r"^watch names 'x'"):
+    with pytest.raises(UsageError, match=r"^watch: the model has no value 'x'; the nearest"):
         llm.generate(IDS, watch="x", on_values=print)
     with pytest.raises(UsageError, match=r"^watch is "):
         llm.generate(IDS, watch=3, on_values=print)  # type: ignore[arg-type]

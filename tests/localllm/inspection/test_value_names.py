@@ -55,12 +55,18 @@ def test_patterns_match_layers_and_names(llm: LLM) -> None:
 
 
 def test_an_unknown_name_lists_the_nearest(llm: LLM) -> None:
-    with pytest.raises(
-        UsageError, match=r"^names names 'layers.1.outptu', .*: the nearest names are layers.1.output,"
+    for name, nearest in (
+        ("layers.1.outptu", "layers.1.output"),
+        ("layer.1.output", "layers.1.output"),
+        ("layers.9.output", "layers.*.output"),
+        ("layers.*.outptu", "layers.*.output"),
+        ("logit", "logits"),
     ):
-        llm.graph.matching("names", "layers.1.outptu")
-    with pytest.raises(UsageError, match=r"nearest names are layers\.\d\.output,"):
-        llm.graph.matching("names", "layers.9.output")
+        with pytest.raises(UsageError) as error:
+            llm.graph.matching("names", name)
+        assert str(error.value).startswith(
+            f"names: the model has no value {name!r}; the nearest names are {nearest},"
+        )
     with pytest.raises(UsageError, match=r"^names is 3, but must be a name of a value, or a list of names$"):
         llm.graph.matching("names", 3)  # type: ignore[arg-type]
     assert ValueNames(Graph()).mermaid() == "flowchart TD"

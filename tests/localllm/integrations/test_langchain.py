@@ -91,3 +91,11 @@ def test_errors_are_those_of_the_model(model: Any) -> None:
         model.invoke("Hi", top_p=7)
     with pytest.raises(TypeError, match="unexpected keyword argument 'tokens'"):
         model.invoke("Hi", tokens=7)
+
+
+def test_a_path_is_not_a_model() -> None:
+    from localllm.integrations.langchain import ChatLocal
+
+    path: Any = "model.gguf"
+    with pytest.raises(ValueError, match="Input should be an instance of LLM"):
+        ChatLocal(llm=path)

@@ -52,3 +52,11 @@ def test_images_and_unknown_options_are_errors(llm: Any) -> None:
         llm.chat([ChatMessage(role="user", blocks=blocks)])
     with pytest.raises(TypeError, match="unexpected keyword argument 'tokens'"):
         llm.complete("Hi", tokens=7)
+
+
+def test_a_path_is_not_a_model() -> None:
+    from localllm.integrations.llama_index import LocalLLM
+
+    path: Any = "model.gguf"
+    with pytest.raises(ValueError, match="Input should be an instance of LLM"):
+        LocalLLM(llm=path)

@@ -43,6 +43,9 @@ def test_requests_choose_vectors_of_the_folder(tmp_path: Path) -> None:
         unknown = post(server, steering={"angry": 1})
         assert unknown.status_code == 400
         assert "steering: there is no vector 'angry', the vectors are happy, sad" in unknown.text
+        error = post(server, steering={"happy": 1e39}).json()["error"]
+        assert error["param"] == "steering"
+        assert error["message"].startswith("steering has a vector of 'layers.2.output' that is infinite times the")
 
 
 def test_without_a_folder_requests_cannot_steer() -> None:
