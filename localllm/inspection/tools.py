@@ -6,7 +6,10 @@ Sources: logit lens, nostalgebraist (2020); activation patching, arXiv:2202.0526
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -23,11 +26,15 @@ from localllm.inspection.steering import Steering
 from localllm.kernels.cpu.host import available_memory
 from localllm.loading.model_info import ModelInfo
 from localllm.models.registry import read_model
+from localllm.options.checks import in_vocabulary
 from localllm.options.types import Progress
 from localllm.quant.types import GGMLType
 
 Array = NDArray[np.float32]
 Prompt: TypeAlias = "str | Sequence[int]"
+
+#: Most evaluations that are submitted at the same time, so that the engine batches them.
+_AT_ONCE = 8
 
 
 class TracedModel(Protocol):
@@ -106,26 +113,28 @@ def patch(llm: TracedModel, clean: Prompt, corrupted: Prompt, token: int, progre
     clean prompt's log-probability, 0 the corrupted one's.
 
     Args:
-        progress: called with the number of replaced streams, and the number of all streams.
+        progress: called with the number of replaced streams, and the number of streams that differ.
 
-    Raises UsageError if the prompts differ in length, or give the token the same probability.
+    Raises:
+        UsageError: the prompts differ in length, or give the token the same probability; or the token is outside the
+            vocabulary.
     """
     names = _outputs(llm)
-    streams, corrupted_streams = (llm.trace(prompt, names) for prompt in (clean, corrupted))
-    ends = [_logprob(llm, prompt, token) for prompt in (clean, corrupted)]
-    n_tokens = len(streams[names[0]])
-    if len(corrupted_streams[names[0]]) != n_tokens:
+    # [n_layers, n_tokens, width]
+    streams, corrupted_streams = (np.stack([*llm.trace(prompt, names).values()]) for prompt in (clean, corrupted))
+    high, low = (_logprob(llm, prompt, token) for prompt in (clean, corrupted))
+    if streams.shape != corrupted_streams.shape:
         raise UsageError("the prompts have different numbers of tokens: replace words by words of the same length")
-    if ends[0] == ends[1]:
+    if high == low:
         raise UsageError("both prompts give the token the same probability: choose another token")
-    effects = np.zeros((len(names), n_tokens), np.float32)
-    for i, position in np.ndindex(effects.shape):
-        row = streams[names[i]][position]
-        if not np.array_equal(row, corrupted_streams[names[i]][position]):  # else the effect is 0
-            steer = Steering({names[i]: row}, "replace", positions=position)
-            effects[i, position] = (_logprob(llm, corrupted, token, steer=steer) - ends[1]) / (ends[0] - ends[1])
+    effects = np.zeros(streams.shape[:2], np.float32)
+    # Equal streams have no effect. In order of layers, because requests that change the same value share steps.
+    cells = [(int(i), int(at)) for i, at in np.argwhere((streams != corrupted_streams).any(axis=2))]
+    steers = (Steering({names[i]: streams[i, at]}, "replace", positions=at) for i, at in cells)
+    for n, logprob in enumerate(_logprobs(llm, corrupted, token, steers)):
+        effects[cells[n]] = (logprob - low) / (high - low)
         if progress is not None:
-            progress(i * n_tokens + position + 1, effects.size)
+            progress(n + 1, len(cells))
     return effects
 
 
@@ -133,18 +142,22 @@ def attribution(llm: TracedModel, prompt: Prompt, token: int) -> Array:
     """Return by how much the log-probability of ``token`` after the prompt falls without each token, [n_tokens].
 
     A token is removed by setting its embedding to zero.
+
+    Raises UsageError if the token is outside the vocabulary.
     """
     embeddings = llm.trace(prompt, "embedding")["embedding"]
     zero, before = np.zeros(embeddings.shape[1], np.float32), _logprob(llm, prompt, token)
     steers = (Steering({"embedding": zero}, "replace", positions=i) for i in range(len(embeddings)))
-    return np.array([before - _logprob(llm, prompt, token, steer=steer) for steer in steers], np.float32)
+    return np.array([before - logprob for logprob in _logprobs(llm, prompt, token, steers)], np.float32)
 
 
 def expert_usage(llm: TracedModel, prompts: Sequence[Prompt]) -> dict[str, NDArray[np.int64]]:
     """Return how many tokens chose each expert, int64 [n_experts] by the name of the layer's value.
 
-    Raises UsageError if the model has no experts.
+    Raises UsageError if the model has no experts, or without prompts.
     """
+    if not prompts:
+        raise UsageError("the list of prompts is empty: give at least one prompt")
     if not any(name.endswith(".experts") for name in llm.graph):
         raise UsageError("the model has no experts that a router chooses: load a mixture of experts")
     names = llm.graph.matching("names", "layers.*.experts")
@@ -164,7 +177,11 @@ def control_vector(
     Args:
         method: "mean" is the mean difference of the streams at the last token. "pca" is the first principal component
             of these differences, with the length of their mean.
+
+    Raises UsageError without pairs.
     """
+    if not pairs:
+        raise UsageError("the list of pairs is empty: give at least one pair of prompts")
     names = _outputs(llm)[1:]  # llama.cpp's control vectors start at layer 1
     sides = [llm.trace([pair[i] for pair in pairs], names, positions=-1) for i in (0, 1)]
     vectors: dict[str, Any] = {}
@@ -183,9 +200,19 @@ def save_control_vector(path: str | os.PathLike[str], steering: Steering, model:
 
     Args:
         model: architecture of the model (`ModelInfo.architecture`).
+
+    Raises:
+        UsageError: the format cannot contain the steering.
+        OutputError: the file cannot be written.
     """
+    matches = [re.fullmatch(r"layers\.([1-9]\d*)\.output", name) for name in steering.vectors]
+    if steering.kind != "add" or steering.positions is not None or None in matches:
+        raise UsageError(
+            "a control vector adds to the outputs of layers from 1 on, at all positions: "
+            "save a Steering of such vectors, named layers.1.output, layers.2.output, …"
+        )
     scale = np.float32(steering.scale)
-    numbers = {int(name.split(".")[1]): vector * scale for name, vector in steering.vectors.items()}
+    numbers = {int(match[1]): steering.vectors[match[0]] * scale for match in matches if match is not None}
     keys: dict[str, Any] = {"general.architecture": "controlvector", "controlvector.model_hint": model}
     keys["controlvector.layer_count"] = len(numbers)
     specs = [TensorSpec(f"direction.{i}", vector.shape, GGMLType.F32) for i, vector in numbers.items()]
@@ -194,6 +221,14 @@ def save_control_vector(path: str | os.PathLike[str], steering: Steering, model:
             writer.write(vector.view(np.uint8))
 
 
-def _logprob(llm: TracedModel, prompt: Prompt, token: int, **options: Any) -> float:
-    logits = llm.trace(prompt, "logits", positions=-1, **options)["logits"][0].astype(np.float64)
+def _logprobs(llm: TracedModel, prompt: Prompt, token: int, steers: Iterable[Steering]) -> Iterator[float]:
+    """Yield the log-probability of ``token`` after the prompt with each steering."""
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        yield from threads.map(partial(_logprob, llm, prompt, token), steers)
+
+
+def _logprob(llm: TracedModel, prompt: Prompt, token: int, steer: Sequence[Steering] | Steering = ()) -> float:
+    """Return the log-probability of ``token`` after the prompt."""
+    logits = llm.trace(prompt, "logits", positions=-1, steer=steer)["logits"][0].astype(np.float64)
+    in_vocabulary([token], len(logits))
     return float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))

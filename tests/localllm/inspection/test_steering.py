@@ -58,18 +58,18 @@ def test_each_kind_changes_rows_as_its_formula(llm: LLM) -> None:
     v, unit = vector(1), vector(1) / np.linalg.norm(vector(1))
     plain = llm.trace(IDS, OUTPUT)[OUTPUT]
     along = plain @ unit
+    replaced = plain.copy()
+    replaced[[3, len(IDS) - 1]] = v
     kinds: list[tuple[Any, Array]] = [
         ({OUTPUT: v}, plain + v),
         (Steering({OUTPUT: v}, scale=-0.5), plain - 0.5 * v),
         (Steering({OUTPUT: v}, "project_out"), plain - np.outer(along, unit)),
         (Steering({OUTPUT: v}, "clamp", low=-1, high=2), plain + np.outer(np.clip(along, -1, 2) - along, unit)),
-        (Steering({OUTPUT: v}, "replace", positions=[3, -1]), plain),
+        (Steering({OUTPUT: v}, "replace", positions=[3, -1]), replaced),
         ([Steering({OUTPUT: v}), Steering({OUTPUT: v}, scale=2)], plain + v + 2 * v),
+        ({OUTPUT: v, "layers.1.out*": 2 * v}, plain + v + 2 * v),
     ]
     for steer, expected in kinds:
-        if isinstance(steer, Steering) and steer.kind == "replace":
-            expected = expected.copy()
-            expected[[3, len(IDS) - 1]] = v
         np.testing.assert_allclose(llm.trace(IDS, OUTPUT, steer=steer)[OUTPUT], expected, atol=2e-5)
 
 
@@ -79,8 +79,6 @@ def test_later_values_follow_from_the_changed_ones(llm: LLM) -> None:
     stream = llm.trace(other, OUTPUT, positions=-1)[OUTPUT][0]
     steer = Steering({OUTPUT: stream}, "replace", positions=[-1])
     actual = llm.trace(IDS, "logits", positions=-1, steer=steer)["logits"]
-    cache_differs = llm.trace(IDS, "layers.2.attention", positions=-1, steer=steer)
-    assert np.isfinite(cache_differs["layers.2.attention"]).all()
     # Layer 2 sees the same streams of all tokens, because only the last token differs.
     np.testing.assert_allclose(actual, llm.trace(other, "logits", positions=-1)["logits"], atol=1e-4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from localllm import LLM, ContextLengthError, NotEnoughMemoryError, OutputError,
 from localllm.convert.safetensors import read_header
 from localllm.engine.probe import Probe
 from localllm.inspection import trace as trace_module
+from localllm.inspection.positions import select
 from tests.helpers.tiny_models import tiny_gguf
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 90)]
@@ -61,6 +63,31 @@ def test_values_do_not_depend_on_the_cache_or_other_requests(llm: LLM) -> None:
     equal(many[1], alone)
     equal(many[2], alone, slice(40))
     assert {stream.read().ids for stream in streams} == {plain.ids}
+
+
+class LateOutput(trace_module._Output):
+    """An output that receives its fourth piece immediately before the reader counts the first one."""
+
+    n = 0
+
+    @property
+    def _n_read(self) -> int:
+        return self.n
+
+    @_n_read.setter
+    def _n_read(self, n: int) -> None:
+        if n == 1:
+            self._values(np.array([3]), {})
+            assert self.is_full
+        self.n = n
+
+
+def test_the_engine_is_woken_if_it_paused_before_a_piece_was_counted() -> None:
+    prompt = trace_module.TracedPrompt([1] * 9, select(None, 9), Probe(("a",)))
+    output = LateOutput(0, prompt, queue.SimpleQueue())
+    for position in range(3):
+        output._values(np.array([position]), {})
+    assert [output.count_read() for _ in range(4)] == [True, False, False, False]
 
 
 def test_a_full_cache_evaluates_tokens_again_and_reports_them_once(tmp_path: Path) -> None:
@@ -129,6 +156,8 @@ def test_a_trace_is_written_to_a_file(llm: LLM, tmp_path: Path, suffix: str) -> 
     expected = llm.trace([IDS, OTHER], names, positions=slice(None, 50))
     equal(stored, {f"{i}/{name}": array for i in (0, 1) for name, array in expected[i].items()})
     assert told[-1] == (100, 100)
+    (piece,) = llm.stream_trace(IDS[:4], "layers.0.experts")
+    assert piece.values["layers.0.experts"].dtype == np.int32
     llm.save_trace(path, IDS, "logits")
     assert [*(np.load(path) if suffix == ".npz" else read_header(path))] == ["logits"]
 
