@@ -42,8 +42,8 @@ class Steering:
     """Vectors that change values of a model, for ``generate(..., steer=...)``.
 
     Attributes:
-        vectors: float32 [width], read-only, by the name of the value. ``*`` in a name matches any layer. If several
-            names match a value, their vectors change the value one after the other.
+        vectors: float32 [width], read-only, by the name of the value. ``*`` in a name matches any layer. Vectors with
+            names that match the same value are applied in order.
         kind: "add" adds the vector. "project_out" removes the component along the vector. "clamp" limits this
             component to ``low`` … ``high``. "replace" sets rows to the vector.
         scale: factor on the vector ("add", "replace"), or the share of the component to remove ("project_out").
@@ -219,7 +219,7 @@ def all_edits(
 
 
 def _editable(argument: str, pattern: str, names: ValueNames) -> Iterator[str]:
-    """Yield the names that match a pattern. Raises UsageError if there are none, or for numbers of chosen experts."""
+    """Yield the names that match a pattern. Raises UsageError for unknown names and for numbers of chosen experts."""
     for name in names.matching(argument, pattern):
         if names[name].is_choice:
             words = f" names {name}, the numbers of chosen experts, which cannot be changed: change "

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 import localllm
 from localllm import LLM, ClosedError, GGUFError, ModelError, Steering, UsageError
+from localllm.engine import runner
+from localllm.kernels.graph import Graph
+from localllm.kernels.variants import graph_variant
 from tests.helpers.command_line import run_main
 from tests.helpers.gguf_writer import finish
 from tests.helpers.tiny_models import tiny_gguf
@@ -112,6 +115,22 @@ def test_eight_vectors_in_one_batch_have_the_bits_they_have_alone(llm: LLM) -> N
     streams = [llm.stream(IDS, max_tokens=6, temperature=0, logprobs=3, **choice) for choice in choices]
     together = [stream.read() for stream in streams]
     assert [(r.ids, r.logprobs) for r in together] == [(r.ids, r.logprobs) for r in alone]
+
+
+def test_requests_with_many_programs_compile_each_program_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More programs than `KEPT_VARIANTS` alternate in each step."""
+    compiled = list[Any]()
+
+    def counted(graph: Graph, watched: Any, edited: Any) -> Any:
+        compiled.append(edited)
+        return graph_variant(graph, watched, edited)
+
+    monkeypatch.setattr(runner, "graph_variant", counted)
+    names = [f"layers.{layer}.{value}" for layer in range(3) for value in ("attention", "mlp")]
+    streams = [llm.stream(IDS, max_tokens=20, ignore_eos=True, steer={name: vector(1)}) for name in names]
+    assert [len(stream.read().ids) for stream in streams] == [20] * len(names)
+    assert len(names) > runner.KEPT_VARIANTS
+    assert len(compiled) < 2 * len(names)
 
 
 def test_the_cache_is_keyed_by_the_steering(llm: LLM) -> None:
