@@ -269,7 +269,8 @@ def _save_npz(
             write(put)
             raw.flush()
             arrays = {name: np.memmap(raw, p.dtype, "r", p.offset, p.shape) for name, p in places.items()}
-            np.savez(path, **arrays)  # type: ignore[arg-type]
+            with NewFile(path, sum(place.n_bytes for place in places.values())) as file:
+                np.savez(file.stream, **arrays)  # type: ignore[arg-type]
     except OSError as error:
         raise OutputError(
             f"{path_text(path)} cannot be written ({error.strerror or error}): choose another folder"

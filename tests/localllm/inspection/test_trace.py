@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 from collections.abc import Iterator
@@ -160,6 +161,22 @@ def test_a_trace_is_written_to_a_file(llm: LLM, tmp_path: Path, suffix: str) -> 
     assert piece.values["layers.0.experts"].dtype == np.int32
     llm.save_trace(path, IDS, "logits")
     assert [*(np.load(path) if suffix == ".npz" else read_header(path))] == ["logits"]
+
+
+def test_a_file_stays_if_the_new_one_cannot_be_written(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.npz"
+    path.write_bytes(b"earlier values")
+
+    def fail(file: Any, **arrays: Any) -> None:
+        file.write(b"PK")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", fail)
+    with pytest.raises(OutputError, match=r"trace\.npz cannot be written \(No space left on device\)"):
+        llm.save_trace(path, IDS, "logits")
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("trace.npz", b"earlier values")]
 
 
 def test_values_during_a_generation(llm: LLM) -> None:
