@@ -32,8 +32,8 @@ class Selection:
         """Return whether each position is selected."""
         if self.numbers is not None:
             return np.isin(positions, self.numbers)
-        in_step = (positions - self.start) % self.step == 0
-        return (positions >= self.start) & (positions < self.stop) & in_step
+        in_step: NDArray[np.bool_] = (positions - self.start) % self.step == 0
+        return in_step & (positions >= self.start) & (positions < self.stop)
 
 
 def select(positions: Positions, n_prompt: int) -> Selection:

@@ -178,10 +178,12 @@ def control_vector(
         method: "mean" is the mean difference of the streams at the last token. "pca" is the first principal component
             of these differences, with the length of their mean.
 
-    Raises UsageError without pairs.
+    Raises UsageError without pairs, or for another method.
     """
     if not pairs:
         raise UsageError("the list of pairs is empty: give at least one pair of prompts")
+    if method not in ("mean", "pca"):
+        raise UsageError.of("method", method, "'mean' or 'pca'")
     names = _outputs(llm)[1:]  # llama.cpp's control vectors start at layer 1
     sides = [llm.trace([pair[i] for pair in pairs], names, positions=-1) for i in (0, 1)]
     vectors: dict[str, Any] = {}

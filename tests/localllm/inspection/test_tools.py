@@ -148,6 +148,8 @@ def test_a_control_vector_is_written_and_read(llm: LLM, tmp_path: Path, method: 
     np.testing.assert_array_equal(stored.vectors[name], 0.5 * steering.vectors[name])
     with pytest.raises(UsageError, match=r"^the list of pairs is empty: give at least one pair of prompts$"):
         tools.control_vector(llm, [])
+    with pytest.raises(UsageError, match=r"^method is 'PCA', but must be 'mean' or 'pca'$"):
+        tools.control_vector(llm, pairs, "PCA")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

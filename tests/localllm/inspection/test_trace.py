@@ -267,19 +267,13 @@ def test_bad_streams(llm: LLM) -> None:
 
 
 def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"^names names 'layer.1.output'.*nearest names are layers.1.output"):
-        llm.trace(IDS, "layer.1.output")
-    with pytest.raises(UsageError, match=r"^positions is 90, but must be from -90 to 89, for a prompt of 90 tokens$"):
-        llm.trace(IDS, "logits", positions=[0, 90])
-    with pytest.raises(UsageError, match=r"^positions select no token of a prompt of 90 tokens$"):
-        llm.trace(IDS, "logits", positions=slice(90, None))
     for positions in ("last", b"last", 1.5, True, (i for i in (0,)), [0, None], [1.0], slice(0, 9, 0), slice("a")):
         with pytest.raises(UsageError, match=r"^positions is "):
             llm.trace(IDS, "logits", positions=positions)  # type: ignore[arg-type]
-    for positions in (range(10**12), range(-(10**12), 0), [10**400], -91):
+    for positions in (range(10**12), range(-(10**12), 0), [10**400], -91, [0, 90]):
         with pytest.raises(UsageError, match=r"^positions is .*, but must be from -90 to 89, for a prompt of 90 tok"):
             llm.trace(IDS, "logits", positions=positions)
-    for positions in ([], slice(10**30, None), slice(-(10**30), -(10**30)), np.zeros(0, np.int64)):
+    for positions in ([], slice(90, None), slice(10**30, None), slice(-(10**30), -(10**30)), np.zeros(0, np.int64)):
         with pytest.raises(UsageError, match=r"^positions select no token of a prompt of 90 tokens$"):
             llm.trace(IDS, "logits", positions=positions)
     equal(llm.trace(IDS, "logits", positions=slice(5, 10**30, 10**30)), llm.trace(IDS, "logits", positions=5))
