@@ -85,7 +85,7 @@ def attention(llm: TracedModel, prompt: Prompt, heads: Sequence[tuple[int, int]]
     # Backends pack the weights of norms, sinks and biases, so the file is read again.
     with GGUFFile.open(llm.info.path) as file:
         graph = read_model(file, llm.info.context).graph
-        layers = {layer: AttentionLayer.find(graph, layer) for layer, _ in heads}
+        layers = {layer: AttentionLayer.find(graph, layer) for layer in dict(heads)}
         for layer, head in heads:
             n_heads = layers[layer].attention.n_heads
             if not 0 <= head < n_heads:
