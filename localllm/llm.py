@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from localllm.generation.embedding import Embedder
     from localllm.inspection.hidden_states import HiddenStates, PoolingKind
     from localllm.inspection.positions import Positions
-    from localllm.inspection.steering import Steer
+    from localllm.inspection.steering import Steer, Steering
     from localllm.inspection.trace import Trace, TraceOptions, TracePiece
     from localllm.loading.media_encoder import MediaEncoder
     from localllm.sampling.call_constraint import CallConstraint, CallSearch
@@ -503,7 +503,7 @@ class LLM:
         names: str | Sequence[str],
         *,
         positions: Positions = None,
-        steer: Steer = (),
+        steer: Steer | Sequence[Sequence[Steering]] = (),
         hooks: Mapping[str, Hook] | None = None,
         adapters: Mapping[str, float] | None = None,
         add_special: bool = True,
@@ -514,11 +514,20 @@ class LLM:
 
         engine, value_names = self._opened(), self.graph
         watched = value_names.matching("names", names)
-        checked = CheckedOptions.of({"steer": steer, "hooks": hooks, "adapters": adapters})
-        scales = self._adapter_scales(checked.adapters)
         is_list = isinstance(prompts, list | tuple) and any(isinstance(p, str | list | tuple) for p in prompts)
+        items = prompts if is_list else [prompts]
+        changes: Any = [steer] * len(items)
+        if is_list and isinstance(steer, list | tuple) and any(isinstance(item, list | tuple) for item in steer):
+            changes = steer
+        if len(changes) != len(items):
+            words = (
+                f" has lists for {len(changes):,} prompts, but there are {len(items):,}: give a list for each prompt"
+            )
+            raise UsageError(Argument("steer"), words)
         traced = []
-        for prompt in prompts if is_list else [prompts]:
+        for prompt, change in zip(items, changes, strict=True):
+            checked = CheckedOptions.of({"steer": change, "hooks": hooks, "adapters": adapters})
+            scales = self._adapter_scales(checked.adapters)
             ids = self._prompt_ids(prompt, add_special, parse_special)
             if len(ids) > engine.context:
                 raise ContextLengthError(len(ids), engine.context)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -23,6 +21,7 @@ from localllm.inspection.attention import AttentionLayer
 from localllm.inspection.names import ValueNames
 from localllm.inspection.positions import Positions
 from localllm.inspection.steering import Steering
+from localllm.inspection.trace import TracePiece
 from localllm.kernels.cpu.host import available_memory
 from localllm.loading.model_info import ModelInfo
 from localllm.models.registry import read_model
@@ -32,9 +31,6 @@ from localllm.quant.types import GGMLType
 
 Array = NDArray[np.float32]
 Prompt: TypeAlias = "str | Sequence[int]"
-
-#: Most evaluations that are submitted at the same time, so that the engine batches them.
-_AT_ONCE = 8
 
 
 class TracedModel(Protocol):
@@ -46,6 +42,8 @@ class TracedModel(Protocol):
     def info(self) -> ModelInfo: ...
     @property
     def trace(self) -> Callable[..., Any]: ...
+    @property
+    def stream_trace(self) -> Callable[..., Iterator[TracePiece]]: ...
     def unembed(self, streams: Any) -> Array: ...
 
 
@@ -130,11 +128,11 @@ def patch(llm: TracedModel, clean: Prompt, corrupted: Prompt, token: int, progre
     effects = np.zeros(streams.shape[:2], np.float32)
     # Equal streams have no effect. In order of layers, because requests that change the same value share steps.
     cells = [(int(i), int(at)) for i, at in np.argwhere((streams != corrupted_streams).any(axis=2))]
-    steers = (Steering({names[i]: streams[i, at]}, "replace", positions=at) for i, at in cells)
-    for n, logprob in enumerate(_logprobs(llm, corrupted, token, steers)):
-        effects[cells[n]] = (logprob - low) / (high - low)
+    steers = [Steering({names[i]: streams[i, at]}, "replace", positions=at) for i, at in cells]
+    for n, (cell, logprob) in enumerate(_logprobs(llm, corrupted, token, steers), 1):
+        effects[cells[cell]] = (logprob - low) / (high - low)
         if progress is not None:
-            progress(n + 1, len(cells))
+            progress(n, len(cells))
     return effects
 
 
@@ -147,8 +145,11 @@ def attribution(llm: TracedModel, prompt: Prompt, token: int) -> Array:
     """
     embeddings = llm.trace(prompt, "embedding")["embedding"]
     zero, before = np.zeros(embeddings.shape[1], np.float32), _logprob(llm, prompt, token)
-    steers = (Steering({"embedding": zero}, "replace", positions=i) for i in range(len(embeddings)))
-    return np.array([before - logprob for logprob in _logprobs(llm, prompt, token, steers)], np.float32)
+    steers = [Steering({"embedding": zero}, "replace", positions=i) for i in range(len(embeddings))]
+    falls = np.empty(len(steers), np.float32)
+    for i, logprob in _logprobs(llm, prompt, token, steers):
+        falls[i] = before - logprob
+    return falls
 
 
 def expert_usage(llm: TracedModel, prompts: Sequence[Prompt]) -> dict[str, NDArray[np.int64]]:
@@ -223,14 +224,23 @@ def save_control_vector(path: str | os.PathLike[str], steering: Steering, model:
             writer.write(vector.view(np.uint8))
 
 
-def _logprobs(llm: TracedModel, prompt: Prompt, token: int, steers: Iterable[Steering]) -> Iterator[float]:
-    """Yield the log-probability of ``token`` after the prompt with each steering."""
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
-        yield from threads.map(partial(_logprob, llm, prompt, token), steers)
+def _logprobs(
+    llm: TracedModel, prompt: Prompt, token: int, steers: Sequence[Steering]
+) -> Iterator[tuple[int, float]]:
+    """Yield the index of a steering, and the log-probability of ``token`` after the prompt with it; in any order."""
+    prompts = [prompt if isinstance(prompt, str) else [*prompt]] * len(steers)
+    changes = [[steering] for steering in steers]
+    for piece in llm.stream_trace(prompts, "logits", positions=-1, steer=changes):
+        yield piece.prompt, _token_logprob(piece.values["logits"][0], token)
 
 
-def _logprob(llm: TracedModel, prompt: Prompt, token: int, steer: Sequence[Steering] | Steering = ()) -> float:
+def _logprob(llm: TracedModel, prompt: Prompt, token: int) -> float:
     """Return the log-probability of ``token`` after the prompt."""
-    logits = llm.trace(prompt, "logits", positions=-1, steer=steer)["logits"][0].astype(np.float64)
+    return _token_logprob(llm.trace(prompt, "logits", positions=-1)["logits"][0], token)
+
+
+def _token_logprob(logits: Array, token: int) -> float:
+    """Return the log-probability of a token. Raises UsageError if the token is outside the vocabulary."""
     in_vocabulary([token], len(logits))
+    logits = logits.astype(np.float64)
     return float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))

@@ -22,7 +22,7 @@ from localllm.errors import NotEnoughMemoryError, OutputError, QueueFullError, U
 from localllm.files import NewFile
 from localllm.inspection.names import ValueNames
 from localllm.inspection.positions import Positions, Selection
-from localllm.inspection.steering import Steer
+from localllm.inspection.steering import Steer, Steering
 from localllm.kernels.cpu.host import available_memory
 from localllm.options.types import Hook, Progress
 from localllm.sampling import Choice
@@ -39,13 +39,14 @@ class TraceOptions(TypedDict, total=False):
     Attributes:
         positions: positions of the prompt to read, as indices of a list: a number, a list, a slice or a range. By
             default all positions. Rows are in ascending order of positions.
-        steer, hooks: changes of values, as in `localllm.Options`. Values are read after them.
+        steer, hooks: changes of values, as in `localllm.Options`. Values are read after them. For a list of prompts,
+            ``steer`` can be a list with a list of `Steering` for each prompt.
         adapters: scales of loaded adapters, as in `localllm.Options`.
         add_special, parse_special: how strings are tokenized; see `LLM.tokenize`.
     """
 
     positions: Positions
-    steer: Steer
+    steer: Steer | Sequence[Sequence[Steering]]
     hooks: Mapping[str, Hook] | None
     adapters: Mapping[str, float] | None
     add_special: bool

@@ -117,6 +117,23 @@ def test_eight_vectors_in_one_batch_have_the_bits_they_have_alone(llm: LLM) -> N
     assert [(r.ids, r.logprobs) for r in together] == [(r.ids, r.logprobs) for r in alone]
 
 
+def test_a_trace_changes_each_prompt_of_a_list(llm: LLM) -> None:
+    changes = [
+        [Steering({OUTPUT: vector(3)})],
+        [],
+        [Steering({"layers.0.mlp": vector(4)}), Steering({OUTPUT: vector(5)})],
+    ]
+    prompts = [IDS, IDS, IDS[:9]]
+    together = llm.trace(prompts, "layers.*.output", steer=changes)
+    for prompt, change, values in zip(prompts, changes, together, strict=True):
+        for name, rows in llm.trace(prompt, "layers.*.output", steer=change).items():
+            np.testing.assert_array_equal(values[name], rows)
+    with pytest.raises(
+        UsageError, match=r"^steer has lists for 3 prompts, but there are 2: give a list for each prompt$"
+    ):
+        llm.trace(prompts[:2], OUTPUT, steer=changes)
+
+
 def test_requests_with_many_programs_compile_each_program_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """More programs than `KEPT_VARIANTS` alternate in each step."""
     compiled = list[Any]()

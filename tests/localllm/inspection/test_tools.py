@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,22 +79,9 @@ def test_patching_finds_where_prompts_differ(llm: LLM) -> None:
         tools.patch(llm, CLEAN, CORRUPTED, token=300)
 
 
-class TracedTogether:
-    """A model whose steered traces wait for each other: without concurrent traces, the barrier breaks."""
-
-    def __init__(self, llm: LLM, n: int) -> None:
-        self.graph, self.info, self.unembed = llm.graph, llm.info, llm.unembed
-        self._llm, self._barrier = llm, threading.Barrier(n, timeout=20)
-
-    def trace(self, *arguments: Any, **options: Any) -> Any:
-        if options.get("steer"):
-            self._barrier.wait()
-        return self._llm.trace(*arguments, **options)
-
-
-def test_evaluations_run_together_and_equal_single_ones(llm: LLM) -> None:
+def test_evaluations_in_one_trace_equal_single_ones(llm: LLM) -> None:
     n_calls = list[tuple[int, int]]()
-    effects = tools.patch(TracedTogether(llm, 2), CLEAN, CORRUPTED, 50, lambda *n: n_calls.append(n))
+    effects = tools.patch(llm, CLEAN, CORRUPTED, 50, lambda *n: n_calls.append(n))
     # Layer 0 is the first with attention, so the streams from the third token on differ after each layer.
     assert n_calls == [(i, 12) for i in range(1, 13)]
 
@@ -109,8 +95,6 @@ def test_evaluations_run_together_and_equal_single_ones(llm: LLM) -> None:
             row = llm.trace(CLEAN, name, positions=position)[name][0]
             patched = logprob(CORRUPTED, steer=Steering({name: row}, "replace", positions=position))
             assert effects[layer, position] == np.float32((patched - low) / (high - low))
-    together = tools.attribution(TracedTogether(llm, 2), CLEAN, 50)
-    np.testing.assert_array_equal(together, tools.attribution(llm, CLEAN, 50))
 
 
 def test_attribution_removes_tokens(llm: LLM) -> None:
