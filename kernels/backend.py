@@ -376,8 +376,8 @@ class Step(ABC):
         """Return a watched value of the last batch, valid until the next batch.
 
         Returns:
-            float32 [rows, width] or, for a `Routing`, the numbers of each token's experts, [T, k]. Rows per token
-            and expert are in the order of these numbers.
+            float32 [rows, width] or, for a `Routing`, the numbers of each token's experts, int32 [T, k]. Rows per
+            token and expert are in the order of these numbers.
         """
         raise KernelError(_SPLIT_BY_ROWS)
 

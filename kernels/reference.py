@@ -193,7 +193,7 @@ class ReferenceStep(Step):
 
     def value(self, x: g.Value) -> Array:
         value = self._values[x]
-        return value.ids if isinstance(value, ChosenExperts) else value
+        return value.ids.astype(np.int32) if isinstance(value, ChosenExperts) else value
 
     def variant(self, graph: Graph, max_tokens: int | None = None) -> ReferenceStep:
         step = copy(self)

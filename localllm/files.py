@@ -176,6 +176,11 @@ class NewFile:
             self._discard()
             raise self._error(error) from error
 
+    @property
+    def stream(self) -> BinaryIO:
+        """The open file, for libraries that write to a file object. Their OSErrors are not converted."""
+        return self._file
+
     def keep_access(self) -> None:
         """Copy the owner, group and mode of an existing file that the new file replaces."""
         if sys.platform != "win32":

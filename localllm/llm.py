@@ -506,12 +506,21 @@ class LLM:
         positions = options.get("positions")
         engine, value_names = self._opened(), self.graph
         watched = value_names.matching("names", names)
-        changes = {"steer": options.get("steer", ()), "hooks": options.get("hooks")}
-        checked = CheckedOptions.of(changes | {"adapters": options.get("adapters")})
-        scales = self._adapter_scales(checked.adapters)
+        steer, others = options.get("steer", ()), {name: options.get(name) for name in ("hooks", "adapters")}
         is_list = isinstance(prompts, list | tuple) and any(isinstance(p, str | list | tuple) for p in prompts)
+        items = prompts if is_list else [prompts]
+        changes: Any = [steer] * len(items)
+        if is_list and isinstance(steer, list | tuple) and any(isinstance(item, list | tuple) for item in steer):
+            changes = steer
+        if len(changes) != len(items):
+            words = (
+                f" has lists for {len(changes):,} prompts, but there are {len(items):,}: give a list for each prompt"
+            )
+            raise UsageError(Argument("steer"), words)
         traced = []
-        for prompt in prompts if is_list else [prompts]:
+        for prompt, change in zip(items, changes, strict=True):
+            checked = CheckedOptions.of({"steer": change, **others})
+            scales = self._adapter_scales(checked.adapters)
             ids = self._prompt_ids(prompt, options.get("add_special", True), options.get("parse_special", False))
             if len(ids) > engine.context:
                 raise ContextLengthError(len(ids), engine.context)

@@ -250,7 +250,7 @@ class CPUStep(Step):
             return self._rows(stored)
         begin = stored.ids.buffer.offset + stored.ids.n_bytes
         ids = self._arena[begin : begin + 8 * numbers[N_CHOSEN]].view(np.int64)
-        return ids.reshape(numbers[N_TOKENS], -1)
+        return ids.reshape(numbers[N_TOKENS], -1).astype(np.int32)
 
     def _fill(self, batch: Batch, hidden: Output | None) -> None:
         batch.check_size(self._tables.max_tokens, self._tables.max_outputs)

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import takewhile
@@ -402,7 +402,9 @@ class EngineLoop:
         batch = self._scheduler.next_batch()
         if not batch:
             return self._encoding.is_busy or is_busy
-        for group in _by_program(batch):
+        groups = _by_program(batch)
+        self.runner.n_programs = len(groups)
+        for group in groups:
             self._evaluate(group, begin)
         self._wait_for_choices(batch)
         return True
@@ -637,10 +639,8 @@ class EngineLoop:
         request.output.end(error)
 
 
-def _by_program(batch: list[Scheduled]) -> Iterable[list[Scheduled]]:
+def _by_program(batch: list[Scheduled]) -> Collection[list[Scheduled]]:
     """Divide a batch by program: the model's program, and programs that read or change values."""
-    if all(scheduled.request.probe is None for scheduled in batch):
-        return [batch]
     groups: dict[object, list[Scheduled]] = {}
     for scheduled in batch:
         probe = scheduled.request.probe

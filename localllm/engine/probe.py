@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.options.types import OnValues
+
 #: Returns the new rows of a value, or None to keep the rows. Arguments: rows float32 [n, width], and their positions
 #: int64 [n].
 Edit: TypeAlias = Callable[[NDArray[np.float32], NDArray[np.int64]], "NDArray[np.float32] | None"]
-#: Receives positions int64 [n] and the rows [n, width] of each value.
-OnValues: TypeAlias = Callable[[NDArray[np.int64], dict[str, NDArray[Any]]], object]
 
 
 @dataclass(eq=False)

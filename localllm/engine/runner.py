@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from localllm.engine.cache import CachedSequence, Launched, PagedCache, n_window_pages
 from localllm.engine.media import NO_MEDIA, Embeddings, PromptMedia
 from localllm.engine.probe import Probe
+from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.backend import Backend, Batch, ExpertReads, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph, Rows, Tensor, Value
 from localllm.kernels.variants import graph_variant, head_graph
@@ -26,7 +27,8 @@ KEPT_ENDS, KEPT_BYTES = 2, 256 << 20
 #: Length of a short prompt or reply, in tokens.
 _SHORT_TURN = 128
 
-#: Most programs that read or change values which are kept. Each takes the memory of a step's activations.
+#: Most programs to keep that read or change values. A step with more programs keeps them all. Each program has memory
+#: for the activations of a step.
 KEPT_VARIANTS = 4
 
 #: Most bytes of logits that a step computes.
@@ -113,8 +115,9 @@ class ModelRunner:
         self.hidden = hidden  # hidden states that drafters read after a step
         self.graph = Graph() if graph is None else graph
         self._step = step
-        #: Programs that read or change values, and the watched values by name; the last used ones.
+        #: Programs that read or change values, and the watched values by name, in order of their last use.
         self._variants: OrderedDict[Hashable, tuple[Step, dict[str, Value]]] = OrderedDict()
+        self.n_programs = 0  # number of programs in the current step
         self._n_launched = 0
         self._launch: _Launch | None = None
 
@@ -157,17 +160,30 @@ class ModelRunner:
     def variant(self, probe: Probe) -> tuple[Step, dict[str, Value]]:
         """Return the program that reads and changes the values of a request, and its watched values by name.
 
-        Programs are compiled when they are needed first. The last `KEPT_VARIANTS` are kept.
+        Programs are compiled when they are needed first, and kept; see `KEPT_VARIANTS`.
         """
         program = probe.program
         if program not in self._variants:
-            while len(self._variants) >= KEPT_VARIANTS:
+            while len(self._variants) >= max(KEPT_VARIANTS, self.n_programs):
                 self._variants.popitem(last=False)
             watched, edited, is_head = program
             graph, values = (head_graph(self.graph), {}) if is_head else graph_variant(self.graph, watched, edited)
-            self._variants[program] = self._step.variant(graph), values
+            self._variants[program] = self._compiled(graph), values
         self._variants.move_to_end(program)
         return self._variants[program]
+
+    def _compiled(self, graph: Graph) -> Step:
+        """Compile a variant of the step. If memory is short, drop other variants, the least recently used first.
+
+        Raises NotEnoughMemoryError if the variant does not fit in memory after all others were dropped.
+        """
+        while True:
+            try:
+                return self._step.variant(graph)
+            except NotEnoughMemoryError:
+                if not self._variants:
+                    raise
+                self._variants.popitem(last=False)
 
     def report_values(self, chunk: BatchItem, tokens: slice, outputs: slice) -> None:
         """Report the values that a chunk's request reads, after its step.

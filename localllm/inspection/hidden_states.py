@@ -48,9 +48,8 @@ class HiddenStates:
         trace = self._trace(engine, texts, self._positions)
         totals = np.zeros((len(texts), self.width))
         for piece in trace.pieces():
-            for row in piece.values[
-                self._name
-            ]:  # one at a time, because the sizes of pieces depend on other requests
+            # One row at a time: the sizes of pieces depend on other requests, and sums on the order of additions.
+            for row in piece.values[self._name]:
                 totals[piece.prompt] += row
         counts = np.array([len(prompt.positions) for prompt in trace.prompts])
         return np.asarray(totals / counts.reshape(-1, 1), np.float32)

@@ -15,31 +15,28 @@ from localllm.options.checks import as_int
 #: Positions of a prompt: a number, several numbers, a slice or a range, as indices of a list. None: all positions.
 Positions: TypeAlias = "int | Iterable[int] | slice | range | None"
 
+#: Bound of the numbers of a slice, which may exceed numpy's integers. Sequences are shorter.
 _LARGEST = 1 << 62
-_RULE = "a position, a list of positions, a slice, or None for all positions"
 
 
 @dataclass(frozen=True)
 class Selection:
     """Some positions of a sequence."""
 
-    numbers: tuple[int, ...] | None  # ascending; None: positions from ``start`` on
+    numbers: tuple[int, ...] | None  # ascending; None: the range of ``start``, ``stop`` and ``step``
     start: int = 0
-    stop: int | None = None  # None: no end, so that generated tokens are included
+    stop: int = _LARGEST  # by default no end, so that generated tokens are included
     step: int = 1
 
     def among(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether each position is selected."""
         if self.numbers is not None:
-            selected: NDArray[np.bool_] = np.isin(positions, self.numbers)
-        else:
-            end = np.iinfo(np.int64).max if self.stop is None else self.stop
-            in_step = (positions - self.start) % self.step == 0
-            selected = (positions >= self.start) & (positions < end) & in_step
-        return selected
+            return np.isin(positions, self.numbers)
+        in_step: NDArray[np.bool_] = (positions - self.start) % self.step == 0
+        return in_step & (positions >= self.start) & (positions < self.stop)
 
 
-def select(positions: Positions, n_prompt: int, argument: str = "positions") -> Selection:
+def select(positions: Positions, n_prompt: int) -> Selection:
     """Return the selection of ``positions``, where negative numbers count from the end of the prompt.
 
     Raises:
@@ -48,28 +45,26 @@ def select(positions: Positions, n_prompt: int, argument: str = "positions") -> 
     if positions is None:
         return Selection(None)
     if isinstance(positions, slice):
-        start, stop, step = (
-            None if x is None else as_int(x) for x in (positions.start, positions.stop, positions.step)
-        )
-        is_number = [x is None or as_int(x) is not None for x in (positions.start, positions.stop, positions.step)]
-        if not all(is_number) or (step is not None and step < 1):
-            raise UsageError.of(argument, positions, "a slice of whole numbers with a positive step")
-        start, stop = (x if x is None or x >= 0 else max(0, n_prompt + x) for x in (start, stop))
-        # Larger numbers are the same for a sequence, and not numpy integers.
-        start, stop, step = (x if x is None else min(x, _LARGEST) for x in (start, stop, step))
-        return Selection(None, start or 0, stop, step or 1)
+        defaults = (positions.start, 0), (positions.stop, _LARGEST), (positions.step, 1)
+        numbers = [default if x is None else as_int(x) for x, default in defaults]
+        match numbers:
+            case [int(start), int(stop), int(step)] if step >= 1:
+                start, stop = (x if x >= 0 else max(0, n_prompt + x) for x in (start, stop))
+                return Selection(None, min(start, _LARGEST), min(stop, _LARGEST), min(step, _LARGEST))
+        raise UsageError.of("positions", positions, "a slice of whole numbers with a positive step")
     items = [positions] if as_int(positions) is not None else positions
     # Iterators are empty after their first use.
     if isinstance(items, str | bytes | Iterator) or not isinstance(items, Iterable):
-        raise UsageError.of(argument, positions, _RULE)
-    numbers = set[int]()
+        raise UsageError.of(
+            "positions", positions, "a position, a list of positions, a slice, or None for all positions"
+        )
+    chosen = set[int]()
     for item in items:
         number = as_int(item)
         if number is None:
-            raise UsageError.of(argument, item, "a whole number")
+            raise UsageError.of("positions", item, "a whole number")
         if not -n_prompt <= number < n_prompt:
-            raise UsageError.of(
-                argument, number, f"from {-n_prompt} to {n_prompt - 1}, for a prompt of {n_prompt:,} tokens"
-            )
-        numbers.add(number % n_prompt)
-    return Selection(tuple(sorted(numbers)))
+            rule = f"from {-n_prompt} to {n_prompt - 1}, for a prompt of {n_prompt:,} tokens"
+            raise UsageError.of("positions", number, rule)
+        chosen.add(number % n_prompt)
+    return Selection(tuple(sorted(chosen)))

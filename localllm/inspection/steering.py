@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from numbers import Real
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,7 +32,7 @@ Steer: TypeAlias = "Mapping[str, ArrayLike] | Steering | Sequence[Steering]"
 
 #: How a vector changes rows; see `Steering`.
 SteeringKind = Literal["add", "project_out", "clamp", "replace"]
-KINDS: tuple[SteeringKind, ...] = ("add", "project_out", "clamp", "replace")
+_KINDS: tuple[SteeringKind, ...] = get_args(SteeringKind)
 
 #: Architecture of llama.cpp's files of control vectors, and the prefix of the names of their tensors.
 _ARCHITECTURE, _PREFIX = "controlvector", "direction."
@@ -42,7 +42,8 @@ class Steering:
     """Vectors that change values of a model, for ``generate(..., steer=...)``.
 
     Attributes:
-        vectors: float32 [width], read-only, by the name of the value. ``*`` in a name matches any layer.
+        vectors: float32 [width], read-only, by the name of the value. ``*`` in a name matches any layer. Vectors with
+            names that match the same value are applied in order.
         kind: "add" adds the vector. "project_out" removes the component along the vector. "clamp" limits this
             component to ``low`` … ``high``. "replace" sets rows to the vector.
         scale: factor on the vector ("add", "replace"), or the share of the component to remove ("project_out").
@@ -66,8 +67,8 @@ class Steering:
             UsageError: a vector is not one-dimensional, not finite (also times ``scale``) or zero; or another
                 argument is invalid.
         """
-        if not isinstance(kind, str) or kind not in KINDS:
-            raise UsageError.of("kind", kind, f"one of {', '.join(map(repr, KINDS))}")
+        if not isinstance(kind, str) or kind not in _KINDS:
+            raise UsageError.of("kind", kind, f"one of {', '.join(map(repr, _KINDS))}")
         if not isinstance(vectors, Mapping) or not vectors:
             raise UsageError.of("steer", vectors, "a mapping of names of values to vectors")
         self.kind, self.positions, self.scale = kind, positions, _number(scale)
@@ -119,7 +120,7 @@ class Steering:
                         f"control vector has vectors {_PREFIX}1, {_PREFIX}2, …"
                     )
                 vectors[int(number)] = dequantize(tensor.data, tensor.type).reshape(-1).copy()
-        first, last = _layer_range(layers) if layers is not None else (1, max(vectors, default=1))
+        first, last = (1, max(vectors, default=1)) if layers is None else _layer_range(layers)
         chosen = {f"layers.{i}.output": vectors[i] for i in sorted(vectors) if first <= i <= last}
         if not chosen:
             raise UsageError(f"{path_text(file.path)} has no vector for the layers {first} to {last}: choose others")
@@ -146,22 +147,19 @@ class Steering:
             digest.update(f"{name} {len(vector)} ".encode() + vector.tobytes())
         return digest.digest()
 
-    def edits(self, names: ValueNames, selection: Selection) -> dict[str, Edit]:
-        """Return the change of each value of a model.
+    def edits(self, names: ValueNames, selection: Selection) -> Iterator[tuple[str, Edit]]:
+        """Yield the changes of a model's values, with the name of the value.
 
         Raises:
             UsageError: the model lacks a value, or its rows have another width.
         """
-        edits: dict[str, Edit] = {}
         for pattern, vector in self.vectors.items():
-            for name in names.matching("steer", pattern):
-                check_editable("steer", name, names)
+            for name in _editable("steer", pattern, names):
                 if len(vector) != names[name].width:
                     words = f" has a vector of {len(vector):,} values for {name}, whose rows have "
                     remedy = ": use a vector that was made for this model"
                     raise UsageError(Argument("steer"), words, f"{names[name].width:,}", remedy)
-                edits[name] = partial(_edited, name, self._change(vector), selection)
-        return edits
+                yield name, partial(_edited, name, self._change(vector), selection)
 
     def _change(self, vector: Array) -> Callable[[Array], Array]:
         """Return the function of rows [n, width] that a vector defines. Each row is computed alone."""
@@ -222,27 +220,29 @@ def all_edits(
     for steering in read_steer(steer):
         selection = select(steering.positions, n_prompt)
         keys.append((steering.digest, selection))
-        for name, edit in steering.edits(names, selection).items():
+        for name, edit in steering.edits(names, selection):
             edits.setdefault(name, []).append(edit)
     for pattern, hook in hooks.items():
-        for name in names.matching("hooks", pattern):
-            check_editable("hooks", name, names)
+        for name in _editable("hooks", pattern, names):
             edits.setdefault(name, []).append(partial(_hooked, name, hook))
     if hooks:
         keys.append(object())
     return edits, tuple(keys) or None
 
 
-def check_editable(argument: str, name: str, names: ValueNames) -> None:
-    """Raise UsageError for numbers of chosen experts."""
-    if names[name].is_choice:
-        words = f" names {name}, the numbers of chosen experts, which cannot be changed: change "
-        raise UsageError(Argument(argument), words, name.replace("experts", "router"))
+def _editable(argument: str, pattern: str, names: ValueNames) -> Iterator[str]:
+    """Yield the names that match a pattern. Raises UsageError for unknown names and for numbers of chosen experts."""
+    for name in names.matching(argument, pattern):
+        if names[name].is_choice:
+            words = f" names {name}, the numbers of chosen experts, which cannot be changed: change "
+            raise UsageError(Argument(argument), words, name.replace("experts", "router"))
+        yield name
 
 
 def _edited(
     name: str, change: Callable[[Array], Array], selection: Selection, rows: Array, positions: NDArray[np.int64]
 ) -> Array:
+    """Change the selected rows in place. Raises UsageError if finite rows become infinite."""
     selected = selection.among(positions)
     if selected.any():
         before = rows[selected]
@@ -254,7 +254,7 @@ def _edited(
 
 
 def _hooked(name: str, hook: Hook, rows: Array, positions: NDArray[np.int64]) -> Array | None:
-    """Return the rows of a hook, checked."""
+    """Return the new rows of a hook, float32 [n, width]. Raises UsageError if they are not finite rows."""
     result = hook(rows.copy(), positions.copy())
     if result is None:
         return None
@@ -295,6 +295,7 @@ def _number(value: object) -> float:
 
 
 def _vector(name: object, vector: ArrayLike, kind: SteeringKind, scale: float) -> Array:
+    """Return a read-only copy of a vector. Raises UsageError; see `Steering`."""
     if not isinstance(name, str):
         raise UsageError(Argument("steer"), f" has the name {name!r:.80}, but names of values are strings")
     try:
@@ -320,7 +321,7 @@ def _vector(name: object, vector: ArrayLike, kind: SteeringKind, scale: float) -
 
 
 def _layer_range(layers: tuple[int, int]) -> tuple[int, int]:
-    numbers = [as_int(number) for number in layers] if isinstance(layers, Sequence) else []
-    if len(numbers) != 2 or None in numbers or numbers[0] > numbers[1]:  # type: ignore[operator]
-        raise UsageError.of("layers", layers, "the first and the last layer")
-    return numbers[0], numbers[1]  # type: ignore[return-value]
+    match [as_int(number) for number in layers] if isinstance(layers, Sequence) else []:
+        case [int(first), int(last)] if first <= last:
+            return first, last
+    raise UsageError.of("layers", layers, "the first and the last layer")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -21,6 +21,7 @@ from localllm.inspection.attention import AttentionLayer
 from localllm.inspection.names import ValueNames
 from localllm.inspection.positions import Positions
 from localllm.inspection.steering import Steering
+from localllm.inspection.trace import TracePiece
 from localllm.kernels.cpu.host import available_memory
 from localllm.loading.model_info import ModelInfo
 from localllm.models.registry import read_model
@@ -41,6 +42,8 @@ class TracedModel(Protocol):
     def info(self) -> ModelInfo: ...
     @property
     def trace(self) -> Callable[..., Any]: ...
+    @property
+    def stream_trace(self) -> Callable[..., Iterator[TracePiece]]: ...
     def unembed(self, streams: Any) -> Array: ...
 
 
@@ -80,7 +83,7 @@ def attention(llm: TracedModel, prompt: Prompt, heads: Sequence[tuple[int, int]]
     # Backends pack the weights of norms, sinks and biases, so the file is read again.
     with GGUFFile.open(llm.info.path) as file:
         graph = read_model(file, llm.info.context).graph
-        layers = {layer: AttentionLayer.find(graph, layer) for layer, _ in heads}
+        layers = {layer: AttentionLayer.find(graph, layer) for layer in dict(heads)}
         for layer, head in heads:
             n_heads = layers[layer].attention.n_heads
             if not 0 <= head < n_heads:
@@ -108,31 +111,31 @@ def patch(llm: TracedModel, clean: Prompt, corrupted: Prompt, token: int, progre
     clean prompt's log-probability, 0 the corrupted one's.
 
     Args:
-        progress: called with the number of replaced streams, and the number of all streams.
+        progress: called with the number of replaced streams, and the number of streams that differ.
 
-    Raises UsageError if the prompts differ in length, or give the token the same probability, or the token does not
-    exist.
+    Raises:
+        UsageError: the prompts differ in length, or give the token the same probability; or the token does not exist.
     """
     _check_token(llm, token)
     names = _outputs(llm)
-    streams, corrupted_streams = (llm.trace(prompt, names) for prompt in (clean, corrupted))
-    ends = [_logprob(llm, prompt, token) for prompt in (clean, corrupted)]
-    n_tokens = len(streams[names[0]])
-    if (n_corrupted := len(corrupted_streams[names[0]])) != n_tokens:
+    # [n_layers, n_tokens, width]
+    streams, corrupted_streams = (np.stack([*llm.trace(prompt, names).values()]) for prompt in (clean, corrupted))
+    high, low = (_logprob(llm, prompt, token) for prompt in (clean, corrupted))
+    if streams.shape != corrupted_streams.shape:
         raise UsageError(
-            f"the prompts have {n_tokens} and {n_corrupted} tokens, but must have the same number: replace words by "
-            "words of as many tokens"
+            f"the prompts have {streams.shape[1]} and {corrupted_streams.shape[1]} tokens, but must have the same "
+            "number: replace words by words of as many tokens"
         )
-    if ends[0] == ends[1]:
+    if high == low:
         raise UsageError("both prompts give the token the same probability: choose another token")
-    effects = np.zeros((len(names), n_tokens), np.float32)
-    for i, position in np.ndindex(effects.shape):
-        row = streams[names[i]][position]
-        if not np.array_equal(row, corrupted_streams[names[i]][position]):  # else the effect is 0
-            steer = Steering({names[i]: row}, "replace", positions=position)
-            effects[i, position] = (_logprob(llm, corrupted, token, steer=steer) - ends[1]) / (ends[0] - ends[1])
+    effects = np.zeros(streams.shape[:2], np.float32)
+    # Equal streams have no effect. In order of layers, because requests that change the same value share steps.
+    cells = [(int(i), int(at)) for i, at in np.argwhere((streams != corrupted_streams).any(axis=2))]
+    steers = [Steering({names[i]: streams[i, at]}, "replace", positions=at) for i, at in cells]
+    for n, (cell, logprob) in enumerate(_logprobs(llm, corrupted, token, steers), 1):
+        effects[cells[cell]] = (logprob - low) / (high - low)
         if progress is not None:
-            progress(i * n_tokens + position + 1, effects.size)
+            progress(n, len(cells))
     return effects
 
 
@@ -146,15 +149,20 @@ def attribution(llm: TracedModel, prompt: Prompt, token: int) -> Array:
     _check_token(llm, token)
     embeddings = llm.trace(prompt, "embedding")["embedding"]
     zero, before = np.zeros(embeddings.shape[1], np.float32), _logprob(llm, prompt, token)
-    steers = (Steering({"embedding": zero}, "replace", positions=i) for i in range(len(embeddings)))
-    return np.array([before - _logprob(llm, prompt, token, steer=steer) for steer in steers], np.float32)
+    steers = [Steering({"embedding": zero}, "replace", positions=i) for i in range(len(embeddings))]
+    falls = np.empty(len(steers), np.float32)
+    for i, logprob in _logprobs(llm, prompt, token, steers):
+        falls[i] = before - logprob
+    return falls
 
 
 def expert_usage(llm: TracedModel, prompts: Sequence[Prompt]) -> dict[str, NDArray[np.int64]]:
     """Return how many tokens chose each expert, int64 [n_experts] by the name of the layer's value.
 
-    Raises UsageError if the model has no experts.
+    Raises UsageError if the model has no experts, or without prompts.
     """
+    if not prompts:
+        raise UsageError("the list of prompts is empty: give at least one prompt")
     if not any(name.endswith(".experts") for name in llm.graph):
         raise UsageError("the model has no experts that a router chooses: load a mixture of experts")
     names = llm.graph.matching("names", "layers.*.experts")
@@ -203,15 +211,18 @@ def save_control_vector(path: str | os.PathLike[str], steering: Steering, model:
     Args:
         model: architecture of the model (`ModelInfo.architecture`).
 
-    Raises UsageError if the steering does not add vectors to the outputs of layers, from layer 1 on.
+    Raises:
+        UsageError: the format cannot contain the steering.
+        OutputError: the file cannot be written.
     """
-    names = [re.fullmatch(r"layers\.([1-9]\d*)\.output", name) for name in steering.vectors]
-    if steering.kind != "add" or not all(names):
+    matches = [re.fullmatch(r"layers\.([1-9]\d*)\.output", name) for name in steering.vectors]
+    if steering.kind != "add" or steering.positions is not None or None in matches:
         raise UsageError(
-            'a control vector can only add to layers.1.output, layers.2.output, …: use the kind "add" and these names'
+            "a control vector adds to the outputs of layers from 1 on, at all positions: "
+            "save a Steering of such vectors, named layers.1.output, layers.2.output, …"
         )
     scale = np.float32(steering.scale)
-    numbers = {int(name.split(".")[1]): vector * scale for name, vector in steering.vectors.items()}
+    numbers = {int(match[1]): steering.vectors[match[0]] * scale for match in matches if match is not None}
     keys: dict[str, Any] = {"general.architecture": "controlvector", "controlvector.model_hint": model}
     keys["controlvector.layer_count"] = len(numbers)
     specs = [TensorSpec(f"direction.{i}", vector.shape, GGMLType.F32) for i, vector in numbers.items()]
@@ -227,6 +238,22 @@ def _check_token(llm: TracedModel, token: int) -> None:
         raise UsageError.of("token", token, f"a token id from 0 to {n_vocab - 1:,}, as LLM.tokenize returns")
 
 
-def _logprob(llm: TracedModel, prompt: Prompt, token: int, **options: Any) -> float:
-    logits = llm.trace(prompt, "logits", positions=-1, **options)["logits"][0].astype(np.float64)
+def _logprobs(
+    llm: TracedModel, prompt: Prompt, token: int, steers: Sequence[Steering]
+) -> Iterator[tuple[int, float]]:
+    """Yield the index of a steering, and the log-probability of ``token`` after the prompt with it; in any order."""
+    prompts = [prompt if isinstance(prompt, str) else [*prompt]] * len(steers)
+    changes = [[steering] for steering in steers]
+    for piece in llm.stream_trace(prompts, "logits", positions=-1, steer=changes):
+        yield piece.prompt, _token_logprob(piece.values["logits"][0], token)
+
+
+def _logprob(llm: TracedModel, prompt: Prompt, token: int) -> float:
+    """Return the log-probability of ``token`` after the prompt."""
+    return _token_logprob(llm.trace(prompt, "logits", positions=-1)["logits"][0], token)
+
+
+def _token_logprob(logits: Array, token: int) -> float:
+    """Return the log-probability of a token."""
+    logits = logits.astype(np.float64)
     return float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))

@@ -8,6 +8,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -21,7 +22,7 @@ from localllm.errors import NotEnoughMemoryError, OutputError, QueueFullError, U
 from localllm.files import NewFile
 from localllm.inspection.names import ValueNames
 from localllm.inspection.positions import Positions, Selection
-from localllm.inspection.steering import Steer
+from localllm.inspection.steering import Steer, Steering
 from localllm.kernels.cpu.host import available_memory
 from localllm.options.types import Hook, Progress
 from localllm.sampling import Choice
@@ -38,13 +39,14 @@ class TraceOptions(TypedDict, total=False):
     Attributes:
         positions: positions of the prompt to read, as indices of a list: a number, a list, a slice or a range. By
             default all positions. Rows are in ascending order of positions.
-        steer, hooks: changes of values, as in `localllm.Options`. Values are read after them.
+        steer, hooks: changes of values, as in `localllm.Options`. Values are read after them. For a list of prompts,
+            ``steer`` can be a list with a list of `Steering` for each prompt.
         adapters: scales of loaded adapters, as in `localllm.Options`.
         add_special, parse_special: how strings are tokenized; see `LLM.tokenize`.
     """
 
     positions: Positions
-    steer: Steer
+    steer: Steer | Sequence[Sequence[Steering]]
     hooks: Mapping[str, Hook] | None
     adapters: Mapping[str, float] | None
     add_special: bool
@@ -75,8 +77,9 @@ class TracedPrompt:
     probe: Probe
     adapters: tuple[float, ...] = ()  # scale of each loaded adapter; empty: base model
 
-    @property
+    @cached_property
     def positions(self) -> NDArray[np.int64]:
+        """Selected positions, int64 [n], ascending."""
         positions = np.arange(len(self.ids))
         return positions[self.selection.among(positions)]
 
@@ -86,17 +89,23 @@ class _Output:
 
     def __init__(self, index: int, prompt: TracedPrompt, items: queue.SimpleQueue[Any]) -> None:
         self.index, self.prompt, self._items = index, prompt, items
-        self.n_sent = self.n_read = 0  # pieces; the reader changes ``n_read``
+        self._n_sent = self._n_read = 0  # pieces; the engine thread writes the first, the reader the second
         prompt.probe.on_values = self._values
 
     @property
     def is_full(self) -> bool:
-        return self.n_sent - self.n_read >= _MAX_UNREAD
+        return self._n_sent - self._n_read >= _MAX_UNREAD
+
+    def count_read(self) -> bool:
+        """Count a piece as read. Return whether the engine may have paused the prompt before."""
+        self._n_read += 1
+        # Checked after counting, because the engine may send a piece and find the output full between the two.
+        return self._n_sent - self._n_read >= _MAX_UNREAD - 1
 
     def _values(self, positions: NDArray[np.int64], values: dict[str, NDArray[Any]]) -> None:
         selected = self.prompt.selection.among(positions)
         if selected.any():
-            self.n_sent += 1
+            self._n_sent += 1
             pieces = {name: rows if selected.all() else rows[selected] for name, rows in values.items()}
             self._items.put((self, TracePiece(self.index, positions[selected], pieces)))
 
@@ -142,9 +151,7 @@ class Trace:
                     running[output] = request
                 output, item = self.engine.wait_for(items)
                 if isinstance(item, TracePiece):
-                    was_full = output.is_full
-                    output.n_read += 1
-                    if was_full:
+                    if output.count_read():
                         self.engine.wake()
                     yield item
                     continue
@@ -168,13 +175,13 @@ class Trace:
 
         Raises NotEnoughMemoryError if they do not fit in memory.
         """
-        n_bytes, available = sum(place.n_bytes for place in self._places().values()), available_memory()
+        n_bytes, available = sum(place.n_bytes for place in self._places.values()), available_memory()
         if n_bytes > available:
             raise NotEnoughMemoryError(
                 f"the values take {n_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB of memory is available: name "
                 "fewer values or positions, or use stream_trace or save_trace"
             )
-        rows = {key: np.empty(place.shape, place.dtype) for key, place in self._places().items()}
+        rows = {key: np.empty(place.shape, place.dtype) for key, place in self._places.items()}
         for key, first, values in self._rows():
             rows[key][first : first + len(values)] = values
         return [{name: rows[i, name] for name in prompt.probe.watched} for i, prompt in enumerate(self.prompts)]
@@ -183,7 +190,7 @@ class Trace:
         """Write the values to a ``.safetensors`` or ``.npz`` file; see `localllm.LLM.save_trace`."""
         if path.suffix not in (".safetensors", ".npz"):
             raise UsageError.of("path", path.name, "the name of a .safetensors or .npz file")
-        places = {f"{i}/{name}" if self.is_list else name: place for (i, name), place in self._places().items()}
+        places = {f"{i}/{name}" if self.is_list else name: place for (i, name), place in self._places.items()}
         if path.suffix == ".npz":
             _save_npz(path, places, lambda put: self._write(put, 0, progress))
             return
@@ -195,10 +202,9 @@ class Trace:
 
     def _write(self, put: Callable[[bytes, int], object], begin: int, progress: Progress | None) -> None:
         """Write all rows to a file whose arrays start at ``begin``. ``put`` writes bytes at an offset."""
-        places, n_total = self._places(), sum(len(prompt.positions) for prompt in self.prompts)
-        n_written = 0
+        n_written, n_total = 0, sum(len(prompt.positions) for prompt in self.prompts)
         for (i, name), first, values in self._rows():
-            place = places[i, name]
+            place = self._places[i, name]
             data = np.ascontiguousarray(values, place.dtype).tobytes()
             put(data, begin + place.offset + first * place.row_bytes)
             if progress is not None and name == self.prompts[i].probe.watched[-1]:
@@ -213,8 +219,9 @@ class Trace:
                 yield (piece.prompt, name), n_done[piece.prompt], values
             n_done[piece.prompt] += len(piece.positions)
 
+    @cached_property
     def _places(self) -> dict[tuple[int, str], _FileArray]:
-        """Return the arrays of all prompts by (index of the prompt, name), in the order of a file."""
+        """The arrays of all prompts by (index of the prompt, name), in the order of a file."""
         places: dict[tuple[int, str], _FileArray] = {}
         offset = 0
         for i, prompt in enumerate(self.prompts):
@@ -263,7 +270,8 @@ def _save_npz(
             write(put)
             raw.flush()
             arrays = {name: np.memmap(raw, p.dtype, "r", p.offset, p.shape) for name, p in places.items()}
-            np.savez(path, **arrays)  # type: ignore[arg-type]
+            with NewFile(path, sum(place.n_bytes for place in places.values())) as file:
+                np.savez(file.stream, **arrays)  # type: ignore[arg-type]
     except OSError as error:
         raise OutputError(
             f"{path_text(path)} cannot be written ({error.strerror or error}): choose another folder"

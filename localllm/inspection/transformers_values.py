@@ -82,7 +82,7 @@ def values_of(model: Any, ids: Sequence[int], names: ValueNames) -> dict[str, ND
         return lambda module, arguments, keywords: keep(name, (*arguments, keywords.get("hidden_states"))[0])
 
     hooks = []
-    for i, layer in enumerate(_layers(model, names)):
+    for i, layer in enumerate(layers_of(model, names)):
         hooks.append(layer.register_forward_pre_hook(before(f"layers.{i}.input"), with_kwargs=True))
         hooks.append(layer.register_forward_hook(after(f"layers.{i}.output")))
         modules = dict(layer.named_modules())
@@ -104,7 +104,7 @@ def values_of(model: Any, ids: Sequence[int], names: ValueNames) -> dict[str, ND
     return values
 
 
-def _layers(model: Any, names: ValueNames) -> Sequence[Any]:
+def layers_of(model: Any, names: ValueNames) -> Sequence[Any]:
     """Return the layers of a model: its first list of as many modules as the model has layers."""
     import torch
 

@@ -73,14 +73,14 @@ class ChatLocal(BaseChatModel):
         more: dict[str, Any] = {"tools": chosen.offered or None, "parse": chosen}
         with model.stream_chat(_as_openai(messages), **more, **options) as reply:
             for chunk in reply:
-                message = AIMessageChunk(content=chunk.text)
-                if chunk.reasoning:
-                    message.additional_kwargs["reasoning_content"] = chunk.reasoning
+                calls = []
                 if isinstance(call := chunk.call, ToolCall):
                     id_ = call.id or f"call-{uuid4()}"
-                    part = tool_call_chunk(name=call.name, args=call.arguments, id=id_, index=n_calls)
-                    message = AIMessageChunk(content=chunk.text, tool_call_chunks=[part])
+                    calls = [tool_call_chunk(name=call.name, args=call.arguments, id=id_, index=n_calls)]
                     n_calls += 1
+                message = AIMessageChunk(content=chunk.text, tool_call_chunks=calls)
+                if chunk.reasoning:
+                    message.additional_kwargs["reasoning_content"] = chunk.reasoning
                 if (usage := chunk.usage) is not None:
                     n_in, n_out = usage.prompt_tokens, usage.completion_tokens
                     message.usage_metadata = UsageMetadata(

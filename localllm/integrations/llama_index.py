@@ -68,10 +68,11 @@ class LocalLLM(CustomLLM):
 
 
 def _as_openai(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages for `LLM.chat`. Raises UsageError if they contain images, audio or other blocks than text."""
     for block in (block for message in messages for block in message.blocks):
         if not isinstance(block, TextBlock):
             kind = type(block).__name__
-            raise UsageError(f"LocalLLM accepts only text, but a message contains an {kind}: use LLM.chat instead")
+            raise UsageError(f"LocalLLM accepts only text, but a message has the block {kind}: use LLM.chat instead")
     return [{"role": message.role.value, "content": message.content or ""} for message in messages]
 
 

@@ -786,7 +786,7 @@ class CheckedOptions(_Checked):
         None,
         _HOOKS,
         "functions that change values inside the model: {'layers.10.output': f} calls f(rows, positions), which "
-        "returns new rows or None.  They run in the model's thread, and slow down only this request.",
+        "returns new rows or None.  They run in the model's thread: all requests wait for a slow function.",
         none="no hooks",
     )
 

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.inspection.names import ValueNames
-from localllm.inspection.transformers_values import _layers, values_of
+from localllm.inspection.transformers_values import layers_of, values_of
 from localllm.kernels.backend import Batch, HostOutput, Step
 from localllm.kernels.variants import graph_variant, head_graph
 from tests.helpers.backends import shared_by_threads
@@ -111,7 +111,7 @@ def test_an_edit_changes_logits_as_in_transformers(name: str, tmp_path: Path) ->
 
     edited = runner.step.variant(graph_variant(runner.model.graph, (), ["layers.1.output"])[0])
     ours, model = run(edited, IDS, 0, edit=steer), model_of(name)
-    handle = _layers(model, ValueNames(runner.model.graph))[1].register_forward_hook(hook)
+    handle = layers_of(model, ValueNames(runner.model.graph))[1].register_forward_hook(hook)
     try:
         with torch.no_grad():
             theirs = model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()

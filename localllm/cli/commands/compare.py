@@ -40,6 +40,8 @@ def run(arguments: argparse.Namespace) -> None:
         expected, _, _, also_float = _values(arguments, ids, device=arguments.against)
         is_float = is_float and also_float
     errors = differences(expected, values)
+    if not errors:
+        raise UsageError(f"{arguments.against} has no values of the same shapes: name the checkpoint of this model")
     jump = first_jump(errors, FLOAT_ROUNDING if is_float else INTEGER_ROUNDING)
     if arguments.json:
         report = {"errors": {d.name: d.error for d in errors}, "first_jump": None if jump is None else jump.name}

@@ -62,7 +62,10 @@ def _view(llm: LLM, arguments: argparse.Namespace, status: StatusLine) -> View:
     if arguments.attention is not None:
         return views.attention(llm, arguments.prompt, arguments.attention)
     if arguments.patch is not None:
-        show = lambda n, total: status.show(f"replaced {n:,} of {total:,} streams")  # noqa: E731
+
+        def show(n: int, total: int) -> None:
+            status.show(f"replaced {n:,} of {total:,} streams")
+
         return views.patch(llm, arguments.prompt, arguments.patch, arguments.token, show)
     if arguments.attribution:
         return views.attribution(llm, arguments.prompt, arguments.token)
@@ -82,6 +85,7 @@ def _print(drawings: Sequence[Drawing]) -> None:
 
 
 def _control_vector(llm: LLM, arguments: argparse.Namespace) -> View:
+    """Write a control vector, and return the lengths of its vectors. Raises UsageError if the files have no pairs."""
     import numpy as np
 
     from localllm.inspection import tools
@@ -106,6 +110,7 @@ def _control_vector(llm: LLM, arguments: argparse.Namespace) -> View:
 
 
 def _heads(text: str) -> list[tuple[int, int]]:
+    """Return pairs of a layer and a head."""
     if not re.fullmatch(r"\d+\.\d+(,\d+\.\d+)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of heads such as 0.3,5.1 (LAYER.HEAD)")
     return [(int(layer), int(head)) for layer, head in (pair.split(".") for pair in text.split(","))]

@@ -101,6 +101,16 @@ def test_the_command_compares_devices(tmp_path: Path, capfdbinary: pytest.Captur
     assert "compare needs a prompt: add -p TEXT" in run_main(capfdbinary, "compare", str(path)).error()
 
 
+def test_another_checkpoint_has_no_values_to_compare(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {"logits": np.zeros((2, 7), np.float32)}
+    monkeypatch.setattr("localllm.inspection.transformers_values.transformers_values", lambda *_: other)
+    path = write_gguf(tmp_path / "m.gguf", SETTINGS, WEIGHTS)
+    error = run_main(capfdbinary, "compare", str(path), "-p", "the", "-q", "--with", "transformers:other").error()
+    assert error == "transformers:other has no values of the same shapes: name the checkpoint of this model"
+
+
 def test_the_command_compares_with_transformers(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     pytest.importorskip("torch", reason="needs the extra 'reference'")
     pytest.importorskip("transformers", reason="needs the extra 'reference'")

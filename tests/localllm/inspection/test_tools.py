@@ -78,6 +78,24 @@ def test_patching_finds_where_prompts_differ(llm: LLM) -> None:
         tools.patch(llm, CLEAN, CLEAN, token=50)
 
 
+def test_evaluations_in_one_trace_equal_single_ones(llm: LLM) -> None:
+    n_calls = list[tuple[int, int]]()
+    effects = tools.patch(llm, CLEAN, CORRUPTED, 50, lambda *n: n_calls.append(n))
+    # Layer 0 is the first with attention, so the streams from the third token on differ after each layer.
+    assert n_calls == [(i, 12) for i in range(1, 13)]
+
+    def logprob(ids: list[int], **options: Any) -> float:
+        logits = llm.trace(ids, "logits", positions=-1, **options)["logits"][0].astype(np.float64)
+        return float(logits[50] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+
+    high, low = logprob(CLEAN), logprob(CORRUPTED)
+    for layer, name in enumerate(llm.graph.matching("names", "layers.*.output")):
+        for position in range(2, len(CLEAN)):
+            row = llm.trace(CLEAN, name, positions=position)[name][0]
+            patched = logprob(CORRUPTED, steer=Steering({name: row}, "replace", positions=position))
+            assert effects[layer, position] == np.float32((patched - low) / (high - low))
+
+
 def test_attribution_removes_tokens(llm: LLM) -> None:
     falls = tools.attribution(llm, CLEAN, token=50)
     logits = llm.trace(CLEAN, "logits", positions=-1)["logits"][0].astype(np.float64)
@@ -91,6 +109,8 @@ def test_usage_of_experts(llm: LLM) -> None:
     usage = tools.expert_usage(llm, [CLEAN, CORRUPTED])
     assert [*usage] == [f"layers.{i}.experts" for i in range(3)]
     assert all(counts.shape == (9,) and counts.sum() == 3 * 2 * len(CLEAN) for counts in usage.values())
+    with pytest.raises(UsageError, match=r"^the list of prompts is empty: give at least one prompt$"):
+        tools.expert_usage(llm, [])
 
 
 @pytest.mark.parametrize("method", ["mean", "pca"])
@@ -99,10 +119,12 @@ def test_a_control_vector_is_written_and_read(llm: LLM, tmp_path: Path, method: 
     steering = tools.control_vector(llm, pairs, method)  # type: ignore[arg-type]
     name = "layers.2.output"
     differences = [llm.trace(a, name, positions=-1)[name] - llm.trace(b, name, positions=-1)[name] for a, b in pairs]
-    mean = np.concatenate(differences).mean(axis=0)
-    if method == "mean":
-        np.testing.assert_allclose(steering.vectors[name], mean, atol=1e-6)
-    assert steering.vectors[name] @ mean > 0
+    rows = np.concatenate(differences)
+    expected = mean = rows.mean(axis=0)
+    if method == "pca":
+        expected = np.linalg.eigh(rows.T @ rows)[1][:, -1] * np.linalg.norm(mean)
+        expected *= np.sign(expected @ mean)
+    np.testing.assert_allclose(steering.vectors[name], expected, atol=1e-5)
     tools.save_control_vector(tmp_path / "v.gguf", steering.scaled(0.5), llm.info.architecture)
     stored = Steering.from_gguf(tmp_path / "v.gguf")
     assert [*stored.vectors] == ["layers.1.output", "layers.2.output"]
@@ -133,14 +155,15 @@ def test_an_unknown_method(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "steering",
     [
-        Steering({"layers.1.output": np.ones(64)}, "project_out"),
-        Steering({"layers.0.output": np.ones(64)}),
-        Steering({"layers.1.mlp": np.ones(64)}),
-        Steering({"layers.*.output": np.ones(64)}),
+        Steering({"layers.0.output": [1.0]}),
+        Steering({"layers.*.output": [1.0]}),
+        Steering({"layers.1.mlp": [1.0]}),
+        Steering({"layers.1.output": [1.0]}, "project_out"),
+        Steering({"layers.1.output": [1.0]}, positions=[0]),
     ],
-    ids=repr,
+    ids=["first layer", "pattern", "value", "kind", "positions"],
 )
-def test_steering_that_no_control_vector_can_hold(tmp_path: Path, steering: Steering) -> None:
-    with pytest.raises(UsageError, match=r"^a control vector can only add to layers.1.output, "):
+def test_what_a_control_vector_cannot_contain(tmp_path: Path, steering: Steering) -> None:
+    with pytest.raises(UsageError, match=r"^a control vector adds to the outputs of layers from 1 on, "):
         tools.save_control_vector(tmp_path / "v.gguf", steering, "llama")
-    assert not (tmp_path / "v.gguf").exists()
+    assert not [*tmp_path.iterdir()]

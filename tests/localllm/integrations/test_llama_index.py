@@ -48,7 +48,7 @@ def test_images_and_unknown_options_are_errors(llm: Any) -> None:
     from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 
     blocks = [TextBlock(text="What is it?"), ImageBlock(image=b"\x89PNG")]
-    with pytest.raises(UsageError, match=r"^LocalLLM accepts only text, but a message contains an ImageBlock: "):
+    with pytest.raises(UsageError, match=r"^LocalLLM accepts only text, but a message has the block ImageBlock: "):
         llm.chat([ChatMessage(role="user", blocks=blocks)])
     with pytest.raises(TypeError, match="unexpected keyword argument 'tokens'"):
         llm.complete("Hi", tokens=7)
