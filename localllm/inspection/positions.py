@@ -63,7 +63,10 @@ def select(positions: Positions, n_prompt: int, argument: str = "positions") -> 
     if isinstance(items, str | bytes | Iterator) or not isinstance(items, Iterable):
         raise UsageError.of(argument, positions, _RULE)
     numbers = set[int]()
-    for item in items:
+    for i, item in enumerate(items):
+        if i >= 2 * n_prompt:  # each position has two numbers
+            rule = f"at most {2 * n_prompt:,} numbers, for a prompt of {n_prompt:,} tokens"
+            raise UsageError.of(argument, positions, rule)
         number = as_int(item)
         if number is None:
             raise UsageError.of(argument, item, "a whole number")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, Self, TypeAlias
 
@@ -22,7 +23,7 @@ from localllm.errors import Argument, ModelError, UsageError, path_text, quoted
 from localllm.files import expanded
 from localllm.inspection.names import ValueNames
 from localllm.inspection.positions import Positions, Selection, select
-from localllm.options.checks import as_int
+from localllm.options.checks import as_int, floats
 from localllm.options.types import Hook
 
 Array = NDArray[np.float32]
@@ -34,8 +35,8 @@ Steer: TypeAlias = "Mapping[str, ArrayLike] | Steering | Sequence[Steering]"
 SteeringKind = Literal["add", "project_out", "clamp", "replace"]
 KINDS: tuple[SteeringKind, ...] = ("add", "project_out", "clamp", "replace")
 
-#: Architecture of llama.cpp's files of control vectors, and the prefix of the names of their tensors.
-_ARCHITECTURE, _PREFIX = "controlvector", "direction."
+#: Architecture of llama.cpp's files of control vectors, and the names of their tensors.
+_ARCHITECTURE, _VECTOR = "controlvector", re.compile(r"direction\.([1-9][0-9]*)")
 
 
 class Steering:
@@ -112,13 +113,13 @@ class Steering:
                 )
             vectors: dict[int, Array] = {}
             for name, tensor in file.tensors.items():
-                number = name.removeprefix(_PREFIX)
-                if number == name or not number.isdigit() or int(number) < 1 or len(tensor.shape) != 1:
+                match = _VECTOR.fullmatch(name)
+                if match is None or len(tensor.shape) != 1:
                     raise ModelError(
                         f"{path_text(file.path)} has the tensor {quoted(name)} of shape {list(tensor.shape)}, but a "
-                        f"control vector has vectors {_PREFIX}1, {_PREFIX}2, …"
+                        "control vector has vectors direction.1, direction.2, …"
                     )
-                vectors[int(number)] = dequantize(tensor.data, tensor.type).reshape(-1).copy()
+                vectors[int(match[1])] = dequantize(tensor.data, tensor.type).reshape(-1).copy()
         first, last = _layer_range(layers) if layers is not None else (1, max(vectors, default=1))
         chosen = {f"layers.{i}.output": vectors[i] for i in sorted(vectors) if first <= i <= last}
         if not chosen:
@@ -137,7 +138,7 @@ class Steering:
         limits = {"low": self.low, "high": self.high}
         return Steering(self.vectors, self.kind, scale=self.scale * factor, **limits, positions=self.positions)
 
-    @cached_property
+    @property
     def digest(self) -> bytes:
         """A hash of everything that changes values, without the positions."""
         digest = hashlib.blake2b(digest_size=16)
@@ -146,13 +147,12 @@ class Steering:
             digest.update(f"{name} {len(vector)} ".encode() + vector.tobytes())
         return digest.digest()
 
-    def edits(self, names: ValueNames, selection: Selection) -> dict[str, Edit]:
-        """Return the change of each value of a model.
+    def edits(self, names: ValueNames, selection: Selection) -> Iterator[tuple[str, Edit]]:
+        """Yield the changes of a model's values. A value that several names match has several changes.
 
         Raises:
             UsageError: the model lacks a value, or its rows have another width.
         """
-        edits: dict[str, Edit] = {}
         for pattern, vector in self.vectors.items():
             for name in names.matching("steer", pattern):
                 check_editable("steer", name, names)
@@ -160,8 +160,7 @@ class Steering:
                     words = f" has a vector of {len(vector):,} values for {name}, whose rows have "
                     remedy = ": use a vector that was made for this model"
                     raise UsageError(Argument("steer"), words, f"{names[name].width:,}", remedy)
-                edits[name] = partial(_edited, name, self._change(vector), selection)
-        return edits
+                yield name, partial(_edited, name, self._change(vector), selection)
 
     def _change(self, vector: Array) -> Callable[[Array], Array]:
         """Return the function of rows [n, width] that a vector defines. Each row is computed alone."""
@@ -222,7 +221,7 @@ def all_edits(
     for steering in read_steer(steer):
         selection = select(steering.positions, n_prompt)
         keys.append((steering.digest, selection))
-        for name, edit in steering.edits(names, selection).items():
+        for name, edit in steering.edits(names, selection):
             edits.setdefault(name, []).append(edit)
     for pattern, hook in hooks.items():
         for name in names.matching("hooks", pattern):
@@ -259,8 +258,8 @@ def _hooked(name: str, hook: Hook, rows: Array, positions: NDArray[np.int64]) ->
     if result is None:
         return None
     try:
-        edited = _floats(result)
-    except _NOT_FLOATS as error:
+        edited = floats(result)
+    except TypeError as error:
         raise UsageError(
             f"the hook of {name} returned {type(result).__name__}, but must return an array of real numbers"
         ) from error
@@ -271,19 +270,6 @@ def _hooked(name: str, hook: Hook, rows: Array, positions: NDArray[np.int64]) ->
     if not np.isfinite(edited).all():
         raise UsageError(f"the hook of {name} returned NaN or infinity: return finite numbers")
     return edited
-
-
-#: Errors of values that cannot be converted to float32. Tensors of other libraries raise RuntimeError.
-_NOT_FLOATS = (TypeError, ValueError, OverflowError, RuntimeError)
-
-
-def _floats(value: ArrayLike) -> Array:
-    """Return a new float32 array. Raises one of `_NOT_FLOATS`. Numbers outside the range become infinite."""
-    array = np.asarray(value)
-    if array.dtype.kind in "cUSmM":
-        raise TypeError("complex numbers, text or dates")
-    with np.errstate(over="ignore"):
-        return array.astype(np.float32)
 
 
 def _number(value: object) -> float:
@@ -298,8 +284,8 @@ def _vector(name: object, vector: ArrayLike, kind: SteeringKind, scale: float) -
     if not isinstance(name, str):
         raise UsageError(Argument("steer"), f" has the name {name!r:.80}, but names of values are strings")
     try:
-        array = _floats(vector)
-    except _NOT_FLOATS:
+        array = floats(vector)
+    except TypeError:
         raise UsageError.of("steer", vector, f"an array of real numbers for {name:.80}") from None
     if array.ndim != 1 or not len(array):
         raise UsageError(
@@ -315,7 +301,7 @@ def _vector(name: object, vector: ArrayLike, kind: SteeringKind, scale: float) -
         if not np.isfinite(array * np.float32(scale)).all():
             words = f" has a vector of {name!r:.80} that is infinite times the scale {scale:g}: use a smaller scale"
             raise UsageError(Argument("steer"), words)
-    array.flags.writeable = False  # the cache of prompts is keyed by the vectors
+    array.flags.writeable = False  # running requests use the vectors
     return array
 
 

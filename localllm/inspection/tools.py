@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import NotEnoughMemoryError, UsageError
+from localllm.errors import Argument, NotEnoughMemoryError, UsageError
 from localllm.files import expanded
 from localllm.gguf import GGUFFile
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
@@ -49,6 +49,14 @@ def _outputs(llm: TracedModel) -> list[str]:
     return [*llm.graph.matching("names", "layers.*.output")]
 
 
+def _values(llm: TracedModel, prompt: Prompt, names: Sequence[str], **options: Any) -> dict[str, Array]:
+    """Return values at a single prompt. Raises UsageError for a list of prompts."""
+    values = llm.trace(prompt, names, **options)
+    if not isinstance(values, dict):
+        raise UsageError.of("prompt", prompt, "text or a list of token ids, not a list of prompts")
+    return values
+
+
 def logit_lens(llm: TracedModel, prompt: Prompt, positions: Positions = None) -> Array:
     """Return the logits of the stream after each layer, as if it were the last one: [n_layers, n_tokens, n_vocab].
 
@@ -56,7 +64,7 @@ def logit_lens(llm: TracedModel, prompt: Prompt, positions: Positions = None) ->
         positions: positions of the prompt, as in `localllm.LLM.trace`; all by default.
     """
     names = _outputs(llm)
-    streams = llm.trace(prompt, names, positions=positions)
+    streams = _values(llm, prompt, names, positions=positions)
     logits = llm.unembed(np.concatenate([streams[name] for name in names]))
     return logits.reshape(len(names), -1, logits.shape[1])
 
@@ -75,30 +83,46 @@ def attention(llm: TracedModel, prompt: Prompt, heads: Sequence[tuple[int, int]]
             `localllm.inspection.attention.AttentionLayer.find`.
         NotEnoughMemoryError: the probabilities do not fit in memory.
     """
-    if not heads or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in heads):
-        raise UsageError.of("heads", heads, "a list of pairs of a layer and a head")
+    pairs = _heads(heads)
+    if "positions" in options:
+        words = " cannot be chosen, because attention needs the keys of all tokens: select rows of the result"
+        raise UsageError(Argument("positions"), words)
     # Backends pack the weights of norms, sinks and biases, so the file is read again.
     with GGUFFile.open(llm.info.path) as file:
         graph = read_model(file, llm.info.context).graph
-        layers = {layer: AttentionLayer.find(graph, layer) for layer, _ in heads}
-        for layer, head in heads:
+        layers = {layer: AttentionLayer.find(graph, layer) for layer, _ in pairs}
+        for layer, head in pairs:
             n_heads = layers[layer].attention.n_heads
             if not 0 <= head < n_heads:
                 raise UsageError(f"layer {layer} has the heads 0 to {n_heads - 1}: there is no head {head}")
         names = {name for layer in layers.values() for name in (layer.queries, layer.keys)}
-        values = llm.trace(prompt, sorted(names), **options)
+        values = _values(llm, prompt, sorted(names), **options)
         n_tokens = len(next(iter(values.values())))
-        n_bytes, available = 4 * len(heads) * n_tokens**2, available_memory()
+        n_bytes, available = 4 * len(pairs) * n_tokens**2, available_memory()
         if n_bytes > available:
             raise NotEnoughMemoryError(
-                f"the attention of {len(heads)} heads takes {n_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB of "
+                f"the attention of {len(pairs)} heads takes {n_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB of "
                 "memory is available: choose fewer heads, or a shorter prompt"
             )
-        probabilities = np.empty((len(heads), n_tokens, n_tokens), np.float32)
-        for i, (number, head) in enumerate(heads):
+        probabilities = np.empty((len(pairs), n_tokens, n_tokens), np.float32)
+        for i, (number, head) in enumerate(pairs):
             of_layer = layers[number]
             probabilities[i] = of_layer.probabilities(values[of_layer.queries], values[of_layer.keys], head)
     return probabilities
+
+
+def _heads(heads: object) -> list[tuple[int, int]]:
+    """Return pairs of a layer and a head. Raises UsageError for other values, or without a pair."""
+    rule = "a list of pairs of a layer and a head"
+    pairs = list[tuple[int, int]]()
+    for pair in heads if isinstance(heads, Iterable) else ():
+        numbers = [as_int(number) for number in pair] if isinstance(pair, Iterable) else []
+        if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
+            raise UsageError.of("heads", heads, rule)
+        pairs.append((numbers[0], numbers[1]))
+    if not pairs:
+        raise UsageError.of("heads", heads, rule)
+    return pairs
 
 
 def patch(llm: TracedModel, clean: Prompt, corrupted: Prompt, token: int, progress: Progress | None = None) -> Array:
@@ -115,7 +139,7 @@ def patch(llm: TracedModel, clean: Prompt, corrupted: Prompt, token: int, progre
     """
     _check_token(llm, token)
     names = _outputs(llm)
-    streams, corrupted_streams = (llm.trace(prompt, names) for prompt in (clean, corrupted))
+    streams, corrupted_streams = (_values(llm, prompt, names) for prompt in (clean, corrupted))
     ends = [_logprob(llm, prompt, token) for prompt in (clean, corrupted)]
     n_tokens = len(streams[names[0]])
     if (n_corrupted := len(corrupted_streams[names[0]])) != n_tokens:
@@ -144,7 +168,7 @@ def attribution(llm: TracedModel, prompt: Prompt, token: int) -> Array:
     Raises UsageError if ``token`` does not exist.
     """
     _check_token(llm, token)
-    embeddings = llm.trace(prompt, "embedding")["embedding"]
+    embeddings = _values(llm, prompt, ["embedding"])["embedding"]
     zero, before = np.zeros(embeddings.shape[1], np.float32), _logprob(llm, prompt, token)
     steers = (Steering({"embedding": zero}, "replace", positions=i) for i in range(len(embeddings)))
     return np.array([before - _logprob(llm, prompt, token, steer=steer) for steer in steers], np.float32)
@@ -153,12 +177,14 @@ def attribution(llm: TracedModel, prompt: Prompt, token: int) -> Array:
 def expert_usage(llm: TracedModel, prompts: Sequence[Prompt]) -> dict[str, NDArray[np.int64]]:
     """Return how many tokens chose each expert, int64 [n_experts] by the name of the layer's value.
 
-    Raises UsageError if the model has no experts.
+    Raises UsageError if the model has no experts, or ``prompts`` is not a list of prompts.
     """
     if not any(name.endswith(".experts") for name in llm.graph):
         raise UsageError("the model has no experts that a router chooses: load a mixture of experts")
     names = llm.graph.matching("names", "layers.*.experts")
-    traces = llm.trace(list(prompts), names)
+    traces = llm.trace(prompts, names)
+    if not isinstance(traces, list):
+        raise UsageError.of("prompts", prompts, "a list of prompts")
     n_experts = {name: llm.graph[name.replace("experts", "router")].width for name in names}
     return {
         name: sum((np.bincount(trace[name].ravel(), minlength=n) for trace in traces), np.zeros(n, np.int64))
@@ -182,7 +208,7 @@ def control_vector(
     """
     if not isinstance(method, str) or method not in ("mean", "pca"):
         raise UsageError.of("method", method, "'mean' or 'pca'")
-    if not pairs or any(isinstance(pair, str) or len(pair) != 2 for pair in pairs):
+    if not pairs or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise UsageError.of("pairs", pairs, "a list of pairs of prompts")
     names = _outputs(llm)[1:]  # llama.cpp's control vectors start at layer 1
     sides = [llm.trace([pair[i] for pair in pairs], names, positions=-1) for i in (0, 1)]
@@ -203,12 +229,14 @@ def save_control_vector(path: str | os.PathLike[str], steering: Steering, model:
     Args:
         model: architecture of the model (`ModelInfo.architecture`).
 
-    Raises UsageError if the steering does not add vectors to the outputs of layers, from layer 1 on.
+    Raises UsageError if the steering does not add vectors to the outputs of layers, from layer 1 on, at all
+    positions.
     """
-    names = [re.fullmatch(r"layers\.([1-9]\d*)\.output", name) for name in steering.vectors]
-    if steering.kind != "add" or not all(names):
+    names = [re.fullmatch(r"layers\.([1-9][0-9]*)\.output", name) for name in steering.vectors]
+    if steering.kind != "add" or steering.positions is not None or not all(names):
         raise UsageError(
-            'a control vector can only add to layers.1.output, layers.2.output, …: use the kind "add" and these names'
+            "a control vector can only add to layers.1.output, layers.2.output, … at all positions: use the kind "
+            '"add" and these names, without positions'
         )
     scale = np.float32(steering.scale)
     numbers = {int(name.split(".")[1]): vector * scale for name, vector in steering.vectors.items()}
@@ -228,5 +256,5 @@ def _check_token(llm: TracedModel, token: int) -> None:
 
 
 def _logprob(llm: TracedModel, prompt: Prompt, token: int, **options: Any) -> float:
-    logits = llm.trace(prompt, "logits", positions=-1, **options)["logits"][0].astype(np.float64)
+    logits = _values(llm, prompt, ["logits"], positions=-1, **options)["logits"][0].astype(np.float64)
     return float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))

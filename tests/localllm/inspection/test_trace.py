@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,11 +208,22 @@ def test_bad_streams(llm: LLM) -> None:
         llm.unembed(np.zeros(64))
     with pytest.raises(UsageError, match=r"^streams has the shape \[2, 63\]"):
         llm.unembed(np.zeros((2, 63)))
-    with pytest.raises(UsageError, match=r"^streams has NaN or infinity: "):
-        llm.unembed(np.full((2, 64), np.nan))
-    for streams in ("text", {}, [[1], [2, 3]]):
-        with pytest.raises(UsageError, match=r"^streams is .*, but must be an array of numbers \[n, 64\]$"):
+    for value in (np.nan, 1e300):
+        with pytest.raises(UsageError, match=r"^streams has NaN or infinity: "):
+            llm.unembed(np.full((2, 64), value))
+    for streams in ("abc", [[1], [2, 3]], {}, [[10**400] * 64], np.full((1, 64), "1"), np.ones((1, 64)) * 1j):
+        with pytest.raises(UsageError, match=r"(?s)^streams is .*, but must be an array of real numbers \[n, 64\]$"):
             llm.unembed(streams)  # type: ignore[arg-type]
+
+
+def test_a_list_of_arrays_is_a_list_of_prompts(llm: LLM) -> None:
+    values = llm.trace([np.array(IDS), range(3, 9)], "logits")
+    assert [len(of_prompt["logits"]) for of_prompt in values] == [len(IDS), 6]
+
+
+class Endless:
+    def __iter__(self) -> Iterator[int]:
+        return itertools.repeat(0)
 
 
 def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +240,9 @@ def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             llm.trace(IDS, "logits", positions=positions)  # type: ignore[arg-type]
     for positions in (range(10**12), range(-(10**12), 0), [10**400], -91):
         with pytest.raises(UsageError, match=r"^positions is .*, but must be from -90 to 89, for a prompt of 90 tok"):
+            llm.trace(IDS, "logits", positions=positions)
+    for positions in (np.broadcast_to(0, 10**12), Endless()):
+        with pytest.raises(UsageError, match=r"but must be at most 180 numbers, for a prompt of 90 tokens$"):
             llm.trace(IDS, "logits", positions=positions)
     for positions in ([], slice(10**30, None), slice(-(10**30), -(10**30)), np.zeros(0, np.int64)):
         with pytest.raises(UsageError, match=r"^positions select no token of a prompt of 90 tokens$"):
