@@ -176,6 +176,11 @@ class NewFile:
             self._discard()
             raise self._error(error) from error
 
+    @property
+    def stream(self) -> BinaryIO:
+        """The open file, for functions that write to a stream. Callers convert its errors."""
+        return self._file
+
     def keep_access(self) -> None:
         """Copy the owner, group and mode of an existing file that the new file replaces."""
         if sys.platform != "win32":

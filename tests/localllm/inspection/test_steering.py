@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,31 @@ def test_a_hook_that_closes_the_model_ends_its_request(path: Path) -> None:
 
         with pytest.raises(ClosedError):
             llm.generate(IDS, hooks={OUTPUT: close})
+
+
+def test_hooks_of_two_models_that_wait_for_each_other(path: Path) -> None:
+    both_run = threading.Barrier(2, timeout=60)
+    results = list[object]()
+
+    def generate(llm: LLM, other: LLM) -> None:
+        def call(rows: Array, positions: Any) -> None:
+            both_run.wait()
+            other.generate([5], max_tokens=1)
+
+        try:
+            results.append(llm.generate([7], max_tokens=1, hooks={OUTPUT: call}).finish_reason)
+        except UsageError as error:
+            results.append(str(error))
+
+    with localllm.load(path, device="reference") as a, localllm.load(path, device="reference") as b:
+        threads = [threading.Thread(target=generate, args=pair) for pair in ((a, b), (b, a))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    refused = "a logits processor or a hook runs in the model's own thread and cannot wait for the same model: "
+    assert len(results) == 2
+    assert any(str(result).startswith(refused) for result in results)
 
 
 def test_chosen_experts_cannot_be_changed(tmp_path: Path) -> None:

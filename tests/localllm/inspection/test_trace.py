@@ -134,6 +134,31 @@ def test_a_trace_is_written_to_a_file(llm: LLM, tmp_path: Path, suffix: str) -> 
     assert [*(np.load(path) if suffix == ".npz" else read_header(path))] == ["logits"]
 
 
+@pytest.mark.parametrize("name", ["trace.npz", "trace.safetensors"])
+def test_an_old_file_stays_until_the_new_one_is_complete(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"old")
+
+    def fail(n: int, total: int) -> None:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError):
+        llm.save_trace(path, IDS, "logits", progress=fail)
+
+    def full(stream: Any, **arrays: Any) -> None:
+        stream.write(b"new")
+        raise OSError(28, "No space left on device")
+
+    if name.endswith("npz"):
+        monkeypatch.setattr(np, "savez", full)
+        with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
+            llm.save_trace(path, IDS, "logits")
+    assert path.read_bytes() == b"old"
+    assert [*tmp_path.iterdir()] == [path]
+
+
 def test_values_during_a_generation(llm: LLM) -> None:
     llm.forget()
     plain = llm.generate(IDS[:30], max_tokens=8, temperature=0)
@@ -258,9 +283,9 @@ def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         llm.trace(IDS * 2, "logits")
     with pytest.raises(UsageError, match=r"^path is 'a.txt', but must be the name of a .safetensors or .npz file$"):
         llm.save_trace(tmp_path / "a.txt", IDS, "logits")
-    for name in ("a.npz", "a.safetensors"):
+    for name in ("missing/a.npz", "missing/a.safetensors", "a\0.npz", "a\0.safetensors"):
         with pytest.raises(OutputError):
-            llm.save_trace(tmp_path / "missing" / name, IDS, "logits")
+            llm.save_trace(tmp_path / name, IDS, "logits")
     with pytest.raises(UsageError, match=r"^watch needs a function that receives the values: pass on_values$"):
         llm.generate(IDS, watch="logits")
     with pytest.raises(UsageError, match=r"^watch: the model has no value 'x'; the nearest"):
