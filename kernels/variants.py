@@ -42,12 +42,16 @@ def graph_variant(graph: Graph, watched: Collection[str], edited: Collection[str
         return copies[value]
 
     def edit(name: str, value: Value) -> None:
+        if name not in edited:
+            return
         x, base = renewed[value], graph.names[name].base
         if not isinstance(x, Tensor):
             raise KernelError(f"{name} are numbers of experts, which cannot be changed: change the router's logits")
         renewed[value] = new.add(HostEdit(x, name, None if base is None else copies[base]))
 
     def watch(name: str, value: Value) -> None:
+        if name not in watched:
+            return
         x, base = renewed[value], graph.names[name].base
         if not isinstance(x, Tensor) or value is graph.result:  # kept without a copy
             values[name] = x
@@ -60,16 +64,20 @@ def graph_variant(graph: Graph, watched: Collection[str], edited: Collection[str
         new.add(operation)
         renewed |= dict(zip(node.operation.results, operation.results, strict=True))
         for value in node.operation.results:
-            for name in names.get(value, ()):
-                if name in edited:
-                    edit(name, value)
+            blocks = [name for name in names.get(value, ()) if graph.names[name].base is not None]
+            others = [name for name in names.get(value, ()) if graph.names[name].base is None]
+            # A change of the residual stream after a block does not belong to the block's output.
+            for name in blocks:
+                edit(name, value)
+                watch(name, value)
+            for name in others:
+                edit(name, value)
             if value in bases:
                 new.layer = bases[value]
                 copy_of(value)
                 new.layer = node.layer
-            for name in names.get(value, ()):
-                if name in watched:
-                    watch(name, value)
+            for name in others:
+                watch(name, value)
     new.watched = {renewed[x] for x in graph.watched if x in renewed} | set(values.values())
     return new, values
 

@@ -40,7 +40,7 @@ from localllm.kernels.graph import CacheType
 from localllm.loading.load import LoadedModel, check_adapters, compile_template, load_file
 from localllm.loading.model_info import ModelInfo
 from localllm.loading.progress import LoadPlan, default_progress
-from localllm.options.checks import check_keywords, mappings, text, token_ids, whole_number
+from localllm.options.checks import check_keywords, floats, mappings, text, token_ids, whole_number
 from localllm.options.declared import GRAMMARS, CheckedOptions, LoadOptions, Sampling, declared, describes
 from localllm.options.foreign_names import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.options.keywords import Options
@@ -382,9 +382,9 @@ class LLM:
         self._check_writes()
         width = self.graph[f"layers.{engine.graph.n_layers - 1}.output"].width
         try:
-            rows = np.asarray(streams, np.float32)
-        except (TypeError, ValueError):
-            raise UsageError.of("streams", streams, f"an array of numbers [n, {width}]") from None
+            rows = floats(streams)
+        except TypeError:
+            raise UsageError.of("streams", streams, f"an array of real numbers [n, {width}]") from None
         if rows.ndim != 2 or rows.shape[1] != width:
             raise UsageError(Argument("streams"), f" has the shape {list(rows.shape)}, but must be [n, {width}]")
         if not np.isfinite(rows).all():
@@ -507,7 +507,7 @@ class LLM:
         engine, value_names = self._opened(), self.graph
         watched = value_names.matching("names", names)
         steer, others = options.get("steer", ()), {name: options.get(name) for name in ("hooks", "adapters")}
-        is_list = isinstance(prompts, list | tuple) and any(isinstance(p, str | list | tuple) for p in prompts)
+        is_list = isinstance(prompts, list | tuple) and any(isinstance(p, Sequence | np.ndarray) for p in prompts)
         items = prompts if is_list else [prompts]
         changes: Any = [steer] * len(items)
         if is_list and isinstance(steer, list | tuple) and any(isinstance(item, list | tuple) for item in steer):

@@ -69,6 +69,8 @@ _CHOICES_S = 0.01
 _QUICK_CHOICE_S = 1e-3
 
 _T = TypeVar("_T")
+#: The engine thread that a thread waits for. Hooks of several models could otherwise wait for each other forever.
+_awaited_by: dict[threading.Thread, threading.Thread] = {}
 
 #: A token, whether it equals its draft, and whether the text is complete.
 _Chosen: TypeAlias = "tuple[Choice, bool, bool]"
@@ -207,19 +209,27 @@ class Engine:
         """Raise an error if this thread cannot wait for results of the engine."""
         self._process.check()
         process.engines.check(waits=True)
-        if threading.current_thread() is self._thread:
-            raise UsageError(
-                "a logits processor or a hook runs in the model's own thread and cannot wait for the same model: "
-                "call the model from another thread"
-            )
+        thread, awaited = threading.current_thread(), self._thread
+        for _ in range(len(_awaited_by) + 1):
+            if awaited is thread:
+                raise UsageError(
+                    "a logits processor or a hook runs in the model's own thread and cannot wait for the same model: "
+                    "call the model from another thread"
+                )
+            awaited = _awaited_by.get(awaited, awaited)
 
     def wait_for(self, items: queue.SimpleQueue[_T]) -> _T:
         """Return the next item from a queue that the engine thread fills."""
-        while True:
-            self.check_may_wait()
-            # Ctrl-C and the end of the process do not interrupt a wait without a timeout on every system.
-            with contextlib.suppress(queue.Empty):
-                return items.get(timeout=_WAIT_S)
+        thread = threading.current_thread()
+        _awaited_by[thread] = self._thread
+        try:
+            while True:
+                self.check_may_wait()
+                # Ctrl-C and the end of the process do not interrupt a wait without a timeout on every system.
+                with contextlib.suppress(queue.Empty):
+                    return items.get(timeout=_WAIT_S)
+        finally:
+            _awaited_by.pop(thread, None)
 
     def cancel(self, request: Request) -> None:
         """End a request before the next step. Never blocks, so a finaliser may call it."""

@@ -59,7 +59,10 @@ def select(positions: Positions, n_prompt: int) -> Selection:
             "positions", positions, "a position, a list of positions, a slice, or None for all positions"
         )
     chosen = set[int]()
-    for item in items:
+    for i, item in enumerate(items):
+        if i >= 2 * n_prompt:  # each position has two numbers
+            rule = f"at most {2 * n_prompt:,} numbers, for a prompt of {n_prompt:,} tokens"
+            raise UsageError.of("positions", positions, rule)
         number = as_int(item)
         if number is None:
             raise UsageError.of("positions", item, "a whole number")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, Self, TypeAlias, get_args
 
@@ -22,7 +23,7 @@ from localllm.errors import Argument, ModelError, UsageError, path_text, quoted
 from localllm.files import expanded
 from localllm.inspection.names import ValueNames
 from localllm.inspection.positions import Positions, Selection, select
-from localllm.options.checks import as_int
+from localllm.options.checks import as_int, floats
 from localllm.options.types import Hook
 
 Array = NDArray[np.float32]
@@ -34,8 +35,8 @@ Steer: TypeAlias = "Mapping[str, ArrayLike] | Steering | Sequence[Steering]"
 SteeringKind = Literal["add", "project_out", "clamp", "replace"]
 _KINDS: tuple[SteeringKind, ...] = get_args(SteeringKind)
 
-#: Architecture of llama.cpp's files of control vectors, and the prefix of the names of their tensors.
-_ARCHITECTURE, _PREFIX = "controlvector", "direction."
+#: Architecture of llama.cpp's files of control vectors, and the names of their tensors.
+_ARCHITECTURE, _VECTOR = "controlvector", re.compile(r"direction\.([1-9][0-9]*)")
 
 
 class Steering:
@@ -113,13 +114,13 @@ class Steering:
                 )
             vectors: dict[int, Array] = {}
             for name, tensor in file.tensors.items():
-                number = name.removeprefix(_PREFIX)
-                if number == name or not number.isdigit() or int(number) < 1 or len(tensor.shape) != 1:
+                match = _VECTOR.fullmatch(name)
+                if match is None or len(tensor.shape) != 1:
                     raise ModelError(
                         f"{path_text(file.path)} has the tensor {quoted(name)} of shape {list(tensor.shape)}, but a "
-                        f"control vector has vectors {_PREFIX}1, {_PREFIX}2, …"
+                        "control vector has vectors direction.1, direction.2, …"
                     )
-                vectors[int(number)] = dequantize(tensor.data, tensor.type).reshape(-1).copy()
+                vectors[int(match[1])] = dequantize(tensor.data, tensor.type).reshape(-1).copy()
         first, last = (1, max(vectors, default=1)) if layers is None else _layer_range(layers)
         chosen = {f"layers.{i}.output": vectors[i] for i in sorted(vectors) if first <= i <= last}
         if not chosen:
@@ -138,7 +139,7 @@ class Steering:
         limits = {"low": self.low, "high": self.high}
         return Steering(self.vectors, self.kind, scale=self.scale * factor, **limits, positions=self.positions)
 
-    @cached_property
+    @property
     def digest(self) -> bytes:
         """A hash of everything that changes values, without the positions."""
         digest = hashlib.blake2b(digest_size=16)
@@ -148,7 +149,7 @@ class Steering:
         return digest.digest()
 
     def edits(self, names: ValueNames, selection: Selection) -> Iterator[tuple[str, Edit]]:
-        """Yield the changes of a model's values, with the name of the value.
+        """Yield the changes of a model's values, with their names. A value that several names match has several.
 
         Raises:
             UsageError: the model lacks a value, or its rows have another width.
@@ -259,8 +260,8 @@ def _hooked(name: str, hook: Hook, rows: Array, positions: NDArray[np.int64]) ->
     if result is None:
         return None
     try:
-        edited = _floats(result)
-    except _NOT_FLOATS as error:
+        edited = floats(result)
+    except TypeError as error:
         raise UsageError(
             f"the hook of {name} returned {type(result).__name__}, but must return an array of real numbers"
         ) from error
@@ -271,19 +272,6 @@ def _hooked(name: str, hook: Hook, rows: Array, positions: NDArray[np.int64]) ->
     if not np.isfinite(edited).all():
         raise UsageError(f"the hook of {name} returned NaN or infinity: return finite numbers")
     return edited
-
-
-#: Errors of values that cannot be converted to float32. Tensors of other libraries raise RuntimeError.
-_NOT_FLOATS = (TypeError, ValueError, OverflowError, RuntimeError)
-
-
-def _floats(value: ArrayLike) -> Array:
-    """Return a new float32 array. Raises one of `_NOT_FLOATS`. Numbers outside the range become infinite."""
-    array = np.asarray(value)
-    if array.dtype.kind in "cUSmM":
-        raise TypeError("complex numbers, text or dates")
-    with np.errstate(over="ignore"):
-        return array.astype(np.float32)
 
 
 def _number(value: object) -> float:
@@ -299,8 +287,8 @@ def _vector(name: object, vector: ArrayLike, kind: SteeringKind, scale: float) -
     if not isinstance(name, str):
         raise UsageError(Argument("steer"), f" has the name {name!r:.80}, but names of values are strings")
     try:
-        array = _floats(vector)
-    except _NOT_FLOATS:
+        array = floats(vector)
+    except TypeError:
         raise UsageError.of("steer", vector, f"an array of real numbers for {name:.80}") from None
     if array.ndim != 1 or not len(array):
         raise UsageError(
@@ -316,7 +304,7 @@ def _vector(name: object, vector: ArrayLike, kind: SteeringKind, scale: float) -
         if not np.isfinite(array * np.float32(scale)).all():
             words = f" has a vector of {name!r:.80} that is infinite times the scale {scale:g}: use a smaller scale"
             raise UsageError(Argument("steer"), words)
-    array.flags.writeable = False  # the cache of prompts is keyed by the vectors
+    array.flags.writeable = False  # running requests use the vectors
     return array
 
 

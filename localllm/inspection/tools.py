@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import NotEnoughMemoryError, UsageError
+from localllm.errors import Argument, NotEnoughMemoryError, UsageError
 from localllm.files import expanded
 from localllm.gguf import GGUFFile
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
@@ -52,6 +52,14 @@ def _outputs(llm: TracedModel) -> list[str]:
     return [*llm.graph.matching("names", "layers.*.output")]
 
 
+def _values(llm: TracedModel, prompt: Prompt, names: Sequence[str], **options: Any) -> dict[str, Array]:
+    """Return values at a single prompt. Raises UsageError for a list of prompts."""
+    values = llm.trace(prompt, names, **options)
+    if not isinstance(values, dict):
+        raise UsageError.of("prompt", prompt, "text or a list of token ids, not a list of prompts")
+    return values
+
+
 def logit_lens(llm: TracedModel, prompt: Prompt, positions: Positions = None) -> Array:
     """Return the logits of the stream after each layer, as if it were the last one: [n_layers, n_tokens, n_vocab].
 
@@ -59,7 +67,7 @@ def logit_lens(llm: TracedModel, prompt: Prompt, positions: Positions = None) ->
         positions: positions of the prompt, as in `localllm.LLM.trace`; all by default.
     """
     names = _outputs(llm)
-    streams = llm.trace(prompt, names, positions=positions)
+    streams = _values(llm, prompt, names, positions=positions)
     logits = llm.unembed(np.concatenate([streams[name] for name in names]))
     return logits.reshape(len(names), -1, logits.shape[1])
 
@@ -78,30 +86,46 @@ def attention(llm: TracedModel, prompt: Prompt, heads: Sequence[tuple[int, int]]
             `localllm.inspection.attention.AttentionLayer.find`.
         NotEnoughMemoryError: the probabilities do not fit in memory.
     """
-    if not heads or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in heads):
-        raise UsageError.of("heads", heads, "a list of pairs of a layer and a head")
+    pairs = _heads(heads)
+    if "positions" in options:
+        words = " cannot be chosen, because attention needs the keys of all tokens: select rows of the result"
+        raise UsageError(Argument("positions"), words)
     # Backends pack the weights of norms, sinks and biases, so the file is read again.
     with GGUFFile.open(llm.info.path) as file:
         graph = read_model(file, llm.info.context).graph
-        layers = {layer: AttentionLayer.find(graph, layer) for layer in dict(heads)}
-        for layer, head in heads:
+        layers = {layer: AttentionLayer.find(graph, layer) for layer, _ in pairs}
+        for layer, head in pairs:
             n_heads = layers[layer].attention.n_heads
             if not 0 <= head < n_heads:
                 raise UsageError(f"layer {layer} has the heads 0 to {n_heads - 1}: there is no head {head}")
         names = {name for layer in layers.values() for name in (layer.queries, layer.keys)}
-        values = llm.trace(prompt, sorted(names), **options)
+        values = _values(llm, prompt, sorted(names), **options)
         n_tokens = len(next(iter(values.values())))
-        n_bytes, available = 4 * len(heads) * n_tokens**2, available_memory()
+        n_bytes, available = 4 * len(pairs) * n_tokens**2, available_memory()
         if n_bytes > available:
             raise NotEnoughMemoryError(
-                f"the attention of {len(heads)} heads takes {n_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB of "
+                f"the attention of {len(pairs)} heads takes {n_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB of "
                 "memory is available: choose fewer heads, or a shorter prompt"
             )
-        probabilities = np.empty((len(heads), n_tokens, n_tokens), np.float32)
-        for i, (number, head) in enumerate(heads):
+        probabilities = np.empty((len(pairs), n_tokens, n_tokens), np.float32)
+        for i, (number, head) in enumerate(pairs):
             of_layer = layers[number]
             probabilities[i] = of_layer.probabilities(values[of_layer.queries], values[of_layer.keys], head)
     return probabilities
+
+
+def _heads(heads: object) -> list[tuple[int, int]]:
+    """Return pairs of a layer and a head. Raises UsageError for other values, or without a pair."""
+    rule = "a list of pairs of a layer and a head"
+    pairs = list[tuple[int, int]]()
+    for pair in heads if isinstance(heads, Iterable) else ():
+        numbers = [as_int(number) for number in pair] if isinstance(pair, Iterable) else []
+        if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
+            raise UsageError.of("heads", heads, rule)
+        pairs.append((numbers[0], numbers[1]))
+    if not pairs:
+        raise UsageError.of("heads", heads, rule)
+    return pairs
 
 
 def patch(llm: TracedModel, clean: Prompt, corrupted: Prompt, token: int, progress: Progress | None = None) -> Array:
@@ -119,7 +143,7 @@ def patch(llm: TracedModel, clean: Prompt, corrupted: Prompt, token: int, progre
     _check_token(llm, token)
     names = _outputs(llm)
     # [n_layers, n_tokens, width]
-    streams, corrupted_streams = (np.stack([*llm.trace(prompt, names).values()]) for prompt in (clean, corrupted))
+    streams, corrupted_streams = (np.stack([*_values(llm, x, names).values()]) for x in (clean, corrupted))
     high, low = (_logprob(llm, prompt, token) for prompt in (clean, corrupted))
     if streams.shape != corrupted_streams.shape:
         raise UsageError(
@@ -147,7 +171,7 @@ def attribution(llm: TracedModel, prompt: Prompt, token: int) -> Array:
     Raises UsageError if ``token`` does not exist.
     """
     _check_token(llm, token)
-    embeddings = llm.trace(prompt, "embedding")["embedding"]
+    embeddings = _values(llm, prompt, ["embedding"])["embedding"]
     zero, before = np.zeros(embeddings.shape[1], np.float32), _logprob(llm, prompt, token)
     steers = [Steering({"embedding": zero}, "replace", positions=i) for i in range(len(embeddings))]
     falls = np.empty(len(steers), np.float32)
@@ -159,14 +183,16 @@ def attribution(llm: TracedModel, prompt: Prompt, token: int) -> Array:
 def expert_usage(llm: TracedModel, prompts: Sequence[Prompt]) -> dict[str, NDArray[np.int64]]:
     """Return how many tokens chose each expert, int64 [n_experts] by the name of the layer's value.
 
-    Raises UsageError if the model has no experts, or without prompts.
+    Raises UsageError if the model has no experts, or ``prompts`` is not a list of prompts.
     """
     if not prompts:
         raise UsageError("the list of prompts is empty: give at least one prompt")
     if not any(name.endswith(".experts") for name in llm.graph):
         raise UsageError("the model has no experts that a router chooses: load a mixture of experts")
     names = llm.graph.matching("names", "layers.*.experts")
-    traces = llm.trace(list(prompts), names)
+    traces = llm.trace(prompts, names)
+    if not isinstance(traces, list):
+        raise UsageError.of("prompts", prompts, "a list of prompts")
     n_experts = {name: llm.graph[name.replace("experts", "router")].width for name in names}
     return {
         name: sum((np.bincount(trace[name].ravel(), minlength=n) for trace in traces), np.zeros(n, np.int64))
@@ -190,7 +216,7 @@ def control_vector(
     """
     if not isinstance(method, str) or method not in ("mean", "pca"):
         raise UsageError.of("method", method, "'mean' or 'pca'")
-    if not pairs or any(isinstance(pair, str) or len(pair) != 2 for pair in pairs):
+    if not pairs or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise UsageError.of("pairs", pairs, "a list of pairs of prompts")
     names = _outputs(llm)[1:]  # llama.cpp's control vectors start at layer 1
     sides = [llm.trace([pair[i] for pair in pairs], names, positions=-1) for i in (0, 1)]
@@ -250,7 +276,7 @@ def _logprobs(
 
 def _logprob(llm: TracedModel, prompt: Prompt, token: int) -> float:
     """Return the log-probability of ``token`` after the prompt."""
-    return _token_logprob(llm.trace(prompt, "logits", positions=-1)["logits"][0], token)
+    return _token_logprob(_values(llm, prompt, ["logits"], positions=-1)["logits"][0], token)
 
 
 def _token_logprob(logits: Array, token: int) -> float:

@@ -260,8 +260,9 @@ def _save_npz(
     path: Path, places: Mapping[str, _FileArray], write: Callable[[Callable[[bytes, int], object]], object]
 ) -> None:
     """Write a .npz file, whose arrays must be contiguous: a temporary file collects the rows first."""
+    n_bytes = 2 * sum(place.n_bytes for place in places.values())
     try:
-        with tempfile.TemporaryFile(dir=path.parent) as raw:
+        with NewFile(path, n_bytes) as file, tempfile.TemporaryFile(dir=path.parent) as raw:
 
             def put(data: bytes, at: int) -> None:
                 raw.seek(at)
@@ -270,8 +271,7 @@ def _save_npz(
             write(put)
             raw.flush()
             arrays = {name: np.memmap(raw, p.dtype, "r", p.offset, p.shape) for name, p in places.items()}
-            with NewFile(path, sum(place.n_bytes for place in places.values())) as file:
-                np.savez(file.stream, **arrays)  # type: ignore[arg-type]
+            np.savez(file.stream, **arrays)  # type: ignore[arg-type]
     except OSError as error:
         raise OutputError(
             f"{path_text(path)} cannot be written ({error.strerror or error}): choose another folder"

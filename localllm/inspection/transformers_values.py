@@ -38,7 +38,7 @@ _DIFFERENT = {
 def transformers_values(folder: Path, ids: Sequence[int], names: ValueNames) -> dict[str, NDArray[Any]]:
     """Return the values of a checkpoint at tokens, in float32: streams, blocks, final norm and logits.
 
-    Raises UsageError if transformers is not installed or cannot load the checkpoint.
+    Raises UsageError if transformers is not installed, or cannot load or evaluate the checkpoint.
     """
     try:
         from transformers import AutoModelForCausalLM
@@ -49,10 +49,17 @@ def transformers_values(folder: Path, ids: Sequence[int], names: ValueNames) -> 
     if not (folder / "config.json").is_file():
         raise UsageError(f"{path_text(folder)} is not a checkpoint: name a folder with config.json and weights")
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", local_files_only=True)
-    except (OSError, ValueError) as error:
+        # Without trust_remote_code, transformers prompts on the terminal before it runs the checkpoint's code.
+        options = {"dtype": "float32", "local_files_only": True, "trust_remote_code": False}
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except Exception as error:  # a damaged checkpoint raises errors of many libraries
         raise UsageError(f"transformers cannot load {path_text(folder)}: {error!s:.200}") from error
-    return values_of(model, ids, names)
+    try:
+        return values_of(model, ids, names)
+    except (IndexError, RuntimeError) as error:
+        raise UsageError(
+            f"transformers cannot evaluate {path_text(folder)} ({error!s:.200}): name the checkpoint of this model"
+        ) from error
 
 
 def values_of(model: Any, ids: Sequence[int], names: ValueNames) -> dict[str, NDArray[Any]]:

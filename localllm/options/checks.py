@@ -56,6 +56,23 @@ def text(name: str, value: object) -> str:
     return value
 
 
+def floats(value: object) -> NDArray[np.float32]:
+    """Return a new float32 array. Numbers outside the range become infinite.
+
+    Raises TypeError if the value is not an array of real numbers.
+    """
+    import numpy as np
+
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind in "cUSmM":
+            raise TypeError("complex numbers, text or dates")
+        with np.errstate(over="ignore"):
+            return array.astype(np.float32)
+    except (ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: tensors of other libraries
+        raise TypeError(str(error)) from error
+
+
 def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise UsageError.of(name, value, "a list of mappings")

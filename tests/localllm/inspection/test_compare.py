@@ -127,7 +127,15 @@ def test_the_command_compares_with_transformers(tmp_path: Path, capfdbinary: pyt
         "layers.1.mlp is the first value that jumps: 2.0e+00"
         in run_main(capfdbinary, "compare", str(path), *flags).out
     )
-    (folder / "model.safetensors").unlink()
+    embeddings = {"model.embed_tokens.weight": WEIGHTS["model.embed_tokens.weight"][:5]}
+    write_safetensors(
+        folder / "model.safetensors", WEIGHTS | embeddings | {"lm_head.weight": WEIGHTS["lm_head.weight"][:5]}
+    )
+    (folder / "config.json").write_text(
+        json.dumps(SETTINGS | {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 5})
+    )
+    assert "name the checkpoint of this model" in run_main(capfdbinary, "compare", str(path), *flags).err
+    (folder / "model.safetensors").write_bytes(b"damaged")
     assert "transformers cannot load" in run_main(capfdbinary, "compare", str(path), *flags).error()
     (folder / "config.json").unlink()
     error = run_main(capfdbinary, "compare", str(path), *flags).error()

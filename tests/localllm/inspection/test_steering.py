@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,11 @@ def test_a_control_vector_of_llama_cpp(llm: LLM, tmp_path: Path) -> None:
         Steering.from_gguf(write_control_vector(tmp_path / "x.gguf", vectors, "llama"))
     with pytest.raises(ModelError, match=r"has the tensor 'direction.0' of shape"):
         Steering.from_gguf(write_control_vector(tmp_path / "y.gguf", {0: vector(1)}))
+    for number in ("²", "٣", "01", "1 ", "+1", ""):
+        with pytest.raises(
+            ModelError, match=r"has the tensor 'direction\..*a control vector has vectors direction.1, "
+        ):
+            Steering.from_gguf(write_control_vector(tmp_path / "z.gguf", {number: vector(1)}))  # type: ignore[dict-item]
     with pytest.raises(GGUFError):
         Steering.from_gguf(tmp_path / "missing.gguf")
 
@@ -314,6 +320,33 @@ def test_vectors_cannot_change_after_they_were_checked() -> None:
         steering.vectors[OUTPUT][0] = 3
 
 
+def test_a_changed_steering_uses_no_cached_tokens_of_the_old_one(llm: LLM) -> None:
+    steering = Steering({OUTPUT: vector(1)})
+    reply(llm, steer=steering)
+    steering.scale = -2.0
+    changed = reply(llm, steer=steering)
+    assert changed.usage.cached_tokens == 0
+    assert changed.logprobs == reply(llm, steer=Steering({OUTPUT: vector(1)}, scale=-2.0)).logprobs
+
+
+def test_each_name_that_matches_a_value_changes_it(llm: LLM) -> None:
+    plain, (v, w) = llm.trace(IDS, OUTPUT)[OUTPUT], (vector(1), vector(2))
+    for steer in ({"layers.*.output": v, OUTPUT: w}, {OUTPUT: w, "layers.*.output": v}):
+        of_first = llm.trace(IDS, OUTPUT, steer={"layers.0.output": v})[OUTPUT]
+        np.testing.assert_allclose(llm.trace(IDS, OUTPUT, steer=steer)[OUTPUT], of_first + v + w, atol=2e-5)
+    assert not np.allclose(of_first, plain)
+
+
+def test_a_change_of_the_stream_is_not_in_the_output_of_the_block_before_it(llm: LLM) -> None:
+    names = ["layers.1.mlp", OUTPUT, "layers.2.input"]
+    plain = llm.trace(IDS, names)
+    for name in (OUTPUT, "layers.2.input"):
+        values = llm.trace(IDS, names, steer={name: vector(1)})
+        np.testing.assert_array_equal(values["layers.1.mlp"], plain["layers.1.mlp"])
+        np.testing.assert_allclose(values[OUTPUT], plain[OUTPUT] + vector(1), atol=1e-5)
+        np.testing.assert_array_equal(values["layers.2.input"], values[OUTPUT])
+
+
 def test_a_hook_that_closes_the_model_ends_its_request(path: Path) -> None:
     with localllm.load(path, device="reference", context=64) as llm:
 
@@ -322,6 +355,31 @@ def test_a_hook_that_closes_the_model_ends_its_request(path: Path) -> None:
 
         with pytest.raises(ClosedError):
             llm.generate(IDS, hooks={OUTPUT: close})
+
+
+def test_hooks_of_two_models_that_wait_for_each_other(path: Path) -> None:
+    both_run = threading.Barrier(2, timeout=60)
+    results = list[object]()
+
+    def generate(llm: LLM, other: LLM) -> None:
+        def call(rows: Array, positions: Any) -> None:
+            both_run.wait()
+            other.generate([5], max_tokens=1)
+
+        try:
+            results.append(llm.generate([7], max_tokens=1, hooks={OUTPUT: call}).finish_reason)
+        except UsageError as error:
+            results.append(str(error))
+
+    with localllm.load(path, device="reference") as a, localllm.load(path, device="reference") as b:
+        threads = [threading.Thread(target=generate, args=pair) for pair in ((a, b), (b, a))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    refused = "a logits processor or a hook runs in the model's own thread and cannot wait for the same model: "
+    assert len(results) == 2
+    assert any(str(result).startswith(refused) for result in results)
 
 
 def test_chosen_experts_cannot_be_changed(tmp_path: Path) -> None:

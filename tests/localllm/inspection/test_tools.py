@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,39 @@ def test_attention_of_chosen_heads(llm: LLM) -> None:
         ([(0, 0), (1, 4)], "layer 1 has the heads 0 to 3: there is no head 4"),
         ([], "heads is [], but must be a list of pairs of a layer and a head"),
         ((0, 1), "heads is (0, 1), but must be a list of pairs of a layer and a head"),
+        ("01", "heads is '01', but must be a list of pairs of a layer and a head"),
+        ([(0, 0, 0)], "heads is [(0, 0, 0)], but must be a list of pairs of a layer and a head"),
+        ([(True, 0)], "heads is [(True, 0)], but must be a list of pairs of a layer and a head"),
+        ([([], 0)], "heads is [([], 0)], but must be a list of pairs of a layer and a head"),
+        (3, "heads is 3, but must be a list of pairs of a layer and a head"),
     ],
-    ids=["layer", "head", "none", "numbers"],
+    ids=["layer", "head", "none", "numbers", "text", "triple", "bool", "list", "number"],
 )
-def test_heads_that_do_not_exist(llm: LLM, heads: list[tuple[int, int]], message: str) -> None:
+def test_bad_heads(llm: LLM, heads: Any, message: str) -> None:
     with pytest.raises(UsageError) as error:
         tools.attention(llm, CLEAN, heads)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda llm: tools.logit_lens(llm, [CLEAN]),
+            "^prompt is .*, but must be text or a list of token ids, not a l",
+        ),
+        (
+            lambda llm: tools.attention(llm, [CLEAN], [(0, 0)]),
+            "^prompt is .*, but must be text or a list of token id",
+        ),
+        (lambda llm: tools.attention(llm, CLEAN, [(0, 0)], positions=-1), "^positions cannot be chosen, because att"),
+        (lambda llm: tools.expert_usage(llm, "abc"), "^prompts is 'abc', but must be a list of prompts$"),
+        (lambda llm: tools.expert_usage(llm, CLEAN), "^prompts is .*, but must be a list of prompts$"),
+    ],
+)
+def test_bad_arguments(llm: LLM, call: Callable[[Any], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call(llm)
 
 
 def test_attention_larger_than_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,10 +184,11 @@ def test_an_unknown_method(llm: LLM) -> None:
         Steering({"layers.0.output": [1.0]}),
         Steering({"layers.*.output": [1.0]}),
         Steering({"layers.1.mlp": [1.0]}),
+        Steering({"logits": [1.0]}),
         Steering({"layers.1.output": [1.0]}, "project_out"),
         Steering({"layers.1.output": [1.0]}, positions=[0]),
     ],
-    ids=["first layer", "pattern", "value", "kind", "positions"],
+    ids=["first layer", "pattern", "mlp", "logits", "kind", "positions"],
 )
 def test_what_a_control_vector_cannot_contain(tmp_path: Path, steering: Steering) -> None:
     with pytest.raises(UsageError, match=r"^a control vector adds to the outputs of layers from 1 on, "):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import itertools
 import queue
 import threading
 from collections.abc import Iterator
@@ -163,20 +163,29 @@ def test_a_trace_is_written_to_a_file(llm: LLM, tmp_path: Path, suffix: str) -> 
     assert [*(np.load(path) if suffix == ".npz" else read_header(path))] == ["logits"]
 
 
-def test_a_file_stays_if_the_new_one_cannot_be_written(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["trace.npz", "trace.safetensors"])
+def test_an_old_file_stays_until_the_new_one_is_complete(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    path = tmp_path / "trace.npz"
-    path.write_bytes(b"earlier values")
+    path = tmp_path / name
+    path.write_bytes(b"old")
 
-    def fail(file: Any, **arrays: Any) -> None:
-        file.write(b"PK")
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fail(n: int, total: int) -> None:
+        raise ZeroDivisionError("mine")
 
-    monkeypatch.setattr(np, "savez", fail)
-    with pytest.raises(OutputError, match=r"trace\.npz cannot be written \(No space left on device\)"):
-        llm.save_trace(path, IDS, "logits")
-    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("trace.npz", b"earlier values")]
+    with pytest.raises(ZeroDivisionError):
+        llm.save_trace(path, IDS, "logits", progress=fail)
+
+    def full(stream: Any, **arrays: Any) -> None:
+        stream.write(b"new")
+        raise OSError(28, "No space left on device")
+
+    if name.endswith("npz"):
+        monkeypatch.setattr(np, "savez", full)
+        with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
+            llm.save_trace(path, IDS, "logits")
+    assert path.read_bytes() == b"old"
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_values_during_a_generation(llm: LLM) -> None:
@@ -262,11 +271,22 @@ def test_bad_streams(llm: LLM) -> None:
         llm.unembed(np.zeros(64))
     with pytest.raises(UsageError, match=r"^streams has the shape \[2, 63\]"):
         llm.unembed(np.zeros((2, 63)))
-    with pytest.raises(UsageError, match=r"^streams has NaN or infinity: "):
-        llm.unembed(np.full((2, 64), np.nan))
-    for streams in ("text", {}, [[1], [2, 3]]):
-        with pytest.raises(UsageError, match=r"^streams is .*, but must be an array of numbers \[n, 64\]$"):
+    for value in (np.nan, 1e300):
+        with pytest.raises(UsageError, match=r"^streams has NaN or infinity: "):
+            llm.unembed(np.full((2, 64), value))
+    for streams in ("abc", [[1], [2, 3]], {}, [[10**400] * 64], np.full((1, 64), "1"), np.ones((1, 64)) * 1j):
+        with pytest.raises(UsageError, match=r"(?s)^streams is .*, but must be an array of real numbers \[n, 64\]$"):
             llm.unembed(streams)  # type: ignore[arg-type]
+
+
+def test_a_list_of_arrays_is_a_list_of_prompts(llm: LLM) -> None:
+    values = llm.trace([np.array(IDS), range(3, 9)], "logits")
+    assert [len(of_prompt["logits"]) for of_prompt in values] == [len(IDS), 6]
+
+
+class Endless:
+    def __iter__(self) -> Iterator[int]:
+        return itertools.repeat(0)
 
 
 def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +297,9 @@ def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             llm.trace(IDS, "logits", positions=positions)  # type: ignore[arg-type]
     for positions in (range(10**12), range(-(10**12), 0), [10**400], -91, [0, 90]):
         with pytest.raises(UsageError, match=r"^positions is .*, but must be from -90 to 89, for a prompt of 90 tok"):
+            llm.trace(IDS, "logits", positions=positions)
+    for positions in (np.broadcast_to(0, 10**12), Endless()):
+        with pytest.raises(UsageError, match=r"but must be at most 180 numbers, for a prompt of 90 tokens$"):
             llm.trace(IDS, "logits", positions=positions)
     for positions in ([], slice(90, None), slice(10**30, None), slice(-(10**30), -(10**30)), np.zeros(0, np.int64)):
         with pytest.raises(UsageError, match=r"^positions select no token of a prompt of 90 tokens$"):
@@ -292,9 +315,9 @@ def test_bad_arguments(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         llm.trace(IDS * 2, "logits")
     with pytest.raises(UsageError, match=r"^path is 'a.txt', but must be the name of a .safetensors or .npz file$"):
         llm.save_trace(tmp_path / "a.txt", IDS, "logits")
-    for name in ("a.npz", "a.safetensors"):
+    for name in ("missing/a.npz", "missing/a.safetensors", "a\0.npz", "a\0.safetensors"):
         with pytest.raises(OutputError):
-            llm.save_trace(tmp_path / "missing" / name, IDS, "logits")
+            llm.save_trace(tmp_path / name, IDS, "logits")
     with pytest.raises(UsageError, match=r"^watch needs a function that receives the values: pass on_values$"):
         llm.generate(IDS, watch="logits")
     with pytest.raises(UsageError, match=r"^watch: the model has no value 'x'; the nearest"):
