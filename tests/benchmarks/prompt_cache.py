@@ -1,11 +1,12 @@
 """Measure a session that continues after a restart, from the prompt cache on disk, by type of the KV cache.
 
-    python -m tests.benchmarks.prompt_cache -n 32768 llama-1.1b-q4_0.gguf
+    python -m tests.benchmarks.prompt_cache -n 32768 --llama-cpp llama-1.1b-q4_0.gguf
 
 A first program evaluates a session of random tokens and stores it. The files are removed from the system's memory. A
 second program loads the model and continues the session with a short message. Printed are the seconds to the first
 token with an empty folder and with the stored session, the bytes that were read and their rate, the rate of reading
-the files alone, and whether both replies are equal. The last line is JSON.
+the files alone, and whether both replies are equal. With ``--llama-cpp``, llama.cpp evaluates the same session, saves
+its cache to a file and to memory, and continues from both. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 import localllm
 from localllm import LLM
+from tests.benchmarks.theirs import LlamaCpp
 
 TYPES = ("f16", "q8_0", "q4_0")
 #: Tokens of a message and of a reply.
@@ -92,6 +94,31 @@ def measured(path: Path, cache_type: str, n_tokens: int, threads: int, folder: P
     }
 
 
+def theirs(path: Path, cache_type: str, n_tokens: int, threads: int, folder: Path) -> dict[str, float]:
+    """Return the seconds to evaluate and to save a session, and to the first token after it was restored."""
+    file = folder / "slot"
+    with LlamaCpp(path, repack=True) as model:
+        session = np.random.default_rng(0).integers(100, model.n_vocab - 100, n_tokens - N_MESSAGE - N_REPLY).tolist()
+        context = model.context(threads, n_tokens + 64, flash=True, cache_type=cache_type)
+        seconds = {"their_evaluating_s": context.evaluate(session)}
+        begin = time.perf_counter()
+        context.save(file)
+        seconds["their_save_s"] = time.perf_counter() - begin
+        kept = context.state()
+        for name in ("file", "memory"):
+            context.forget()
+            drop_from_memory(folder)
+            begin = time.perf_counter()
+            if name == "file":
+                context.restore(file, n_tokens)
+            else:
+                context.set_state(*kept)
+            context.evaluate([*session, *session[:N_MESSAGE]])
+            context.generate(1)
+            seconds[f"their_first_token_{name}_s"] = time.perf_counter() - begin
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", type=Path)
@@ -99,12 +126,16 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int, default=os.cpu_count())
     parser.add_argument("--types", default=",".join(TYPES))
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--llama-cpp", action="store_true", help="measure llama.cpp too")
     arguments = parser.parse_args()
     rows = []
     for path in arguments.models:
         for cache_type in arguments.types.split(","):
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
                 row = measured(path, cache_type, arguments.tokens, arguments.threads, Path(folder))
+            if arguments.llama_cpp:
+                with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+                    row |= theirs(path, cache_type, arguments.tokens, arguments.threads, Path(folder))
             if not rows:
                 print(f"| {' | '.join(row)} |\n|{'---|' * len(row)}")
             rows.append(row)

@@ -189,6 +189,32 @@ class Context:
             self._api.llama_batch_free(batch)
         return np.concatenate(rows)
 
+    def save(self, path: Path) -> None:
+        """Write the cache to a file, with the function of llama-server's ``--slot-save-path``."""
+        ids = (ctypes.c_int32 * len(self._ids))(*self._ids)
+        if not self._api.llama_state_seq_save_file(self._handle, str(path).encode(), 0, ids, len(self._ids)):
+            raise SystemExit(f"llama.cpp cannot write {path}")
+
+    def restore(self, path: Path, n_tokens: int) -> None:
+        """Read a file of `save` of at most ``n_tokens`` tokens."""
+        ids, n = (ctypes.c_int32 * n_tokens)(), ctypes.c_size_t()
+        file = str(path).encode()
+        if not self._api.llama_state_seq_load_file(self._handle, file, 0, ids, n_tokens, ctypes.byref(n)):
+            raise SystemExit(f"llama.cpp cannot read {path}")
+        self._ids = ids[: n.value]
+
+    def state(self) -> tuple[NDArray[np.uint8], list[int]]:
+        """Return a copy of the cache and its tokens, with the function of llama-server's ``--cache-ram``."""
+        data = np.empty(self._api.llama_state_seq_get_size(self._handle, 0), np.uint8)
+        self._api.llama_state_seq_get_data(self._handle, _bytes_of(data), data.size, 0)
+        return data, list(self._ids)
+
+    def set_state(self, data: NDArray[np.uint8], ids: Sequence[int]) -> None:
+        """Replace the cache by a copy from `state`."""
+        if not self._api.llama_state_seq_set_data(self._handle, _bytes_of(data), data.size, 0):
+            raise SystemExit("llama.cpp cannot restore its cache")
+        self._ids = list(ids)
+
     def close(self) -> None:
         self._api.llama_free(self._handle)
 
@@ -205,6 +231,10 @@ class Context:
         pointer = self._api.llama_get_logits_ith(self._handle, -1)
         logits: Array = np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))
         return logits
+
+
+def _bytes_of(data: NDArray[np.uint8]) -> Any:
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
 class Mtmd:
