@@ -261,7 +261,7 @@ class MultiplyTest:
             self.x = np.arange(-PERIOD // 2 + 1, PERIOD // 2 + 1, dtype=np.float32)
             code, self.sums = variant(multiply_floats, target, CHAINS=self.chains), np.zeros(n_units, np.float32)
         else:
-            self.chains = 4 if target.wide else 2
+            self.chains = 12 if target.wide else 4  # a product waits four or five cycles for the sum before
             self.weights = (np.arange(512) % (1 << bits)).astype(np.uint8).view(np.int8)
             half = (np.arange(PERIOD * self.chains * 16) % 255 - 127).astype(np.int8).reshape(-1, 16)
             self.x = np.concatenate([half, -half], axis=1)  # each 32 values have the sum 0
