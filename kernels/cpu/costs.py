@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.cpu.tiles import TILES, TOKENS
 from localllm.kernels.cpu.weights import packed_bytes
-from localllm.kernels.graph import Graph, LayerTag, Operation, Rows, Tensor, Weight
+from localllm.kernels.graph import Graph, LayerTag, Operation, Rows, Tensor, Value, Weight
 from localllm.kernels.operations.attention import n_visible
 from localllm.quant.repack import repack_target
 from localllm.quant.types import GGMLType
@@ -30,7 +30,8 @@ class OperationCost(NamedTuple):
     """Work of an operation in a step.
 
     ``once`` is the work that all rows share, and ``per_row`` the work of one of ``n_rows`` rows.  ``sample`` is the
-    operation to measure, or the type of a matrix in the file.
+    operation to measure, or the type of a matrix in the file.  A row of a matrix product has ``n_inputs`` values that
+    are quantised for the product, and ``n_outputs`` results.
     """
 
     family: str
@@ -40,6 +41,8 @@ class OperationCost(NamedTuple):
     once: float
     per_row: float
     n_waits: int = 0  # instructions for which all threads wait, if the family's unit does not include them
+    n_inputs: int = 0
+    n_outputs: float = 0
 
     @property
     def is_product(self) -> bool:
@@ -49,6 +52,7 @@ class OperationCost(NamedTuple):
 
 def costs(graph: Graph, n_tokens: int, depth: int, n_outputs: int = 1) -> Iterator[OperationCost]:
     """Yield the work of each operation for ``n_tokens`` tokens of a sequence with ``depth`` tokens in the cache."""
+    quantised = set[Value]()  # inputs of earlier products
     for node in graph.nodes:
         op = node.operation
         if isinstance(op, _BEFORE):
@@ -61,7 +65,10 @@ def costs(graph: Graph, n_tokens: int, depth: int, n_outputs: int = 1) -> Iterat
             continue
         if weights := _matrices(op):
             k = op.routing.k if isinstance(op, ops.ExpertLinears | ops.ExpertOutput) else 0
-            yield from (_product(w, node.layer, n_tokens if k else n_rows, k, i == 0) for i, w in enumerate(weights))
+            for weight in weights:
+                is_first = op.inputs[0] not in quantised
+                quantised.add(op.inputs[0])
+                yield _product(weight, node.layer, n_tokens if k else n_rows, k, is_first)
         elif isinstance(op, ops.Attention | ops.IndexSelect):
             n_seen = _n_seen(op, n_tokens, depth)
             yield OperationCost(family(op), node.layer, op, n_rows, n_seen, n_seen, n_waits=2)
@@ -78,10 +85,10 @@ def _product(weight: Weight, layer: LayerTag, n_rows: float, k: int, is_first: b
         # experts that at least one token uses, if all are equally likely
         n = float(k) if n_rows == 1 else n * (1 - (1 - k / n) ** n_rows)
         n_rows = 1 if n_rows == 1 else n_pairs / n + (TOKENS - 1) / 2  # experts compute whole tiles of tokens
-    n_bytes, n_waits = n * packed_bytes((n_out, n_in), format), 1 + (format in TILES)
-    return OperationCost(
-        f"matrix {format.name}", layer, weight.type, n_rows, n_bytes, n * n_out * n_in, n_waits * is_first
-    )
+    n_bytes, n_inputs = n * packed_bytes((n_out, n_in), format), n_in if is_first and format in TILES else 0
+    n_waits = is_first + (n_inputs > 0)
+    sizes = n_rows, n_bytes, n * n_out * n_in, n_waits, n_inputs, n * n_out
+    return OperationCost(f"matrix {format.name}", layer, weight.type, *sizes)
 
 
 def _matrices(op: Operation[Any]) -> tuple[Weight, ...]:

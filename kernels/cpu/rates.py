@@ -66,11 +66,19 @@ class Rate(NamedTuple):
     once: float  # seconds per shared unit for one token
     base: float = 0.0  # seconds per shared unit for several tokens, without their own time: unpacking weights
     per_row: float = 0.0  # seconds per unit of a row, for several tokens
+    # Of matrix products: seconds until a matrix is read at full speed, and seconds per input and output of a row.
+    start: float = 0.0
+    per_input: float = 0.0
+    per_output: float = 0.0
 
     def of(self, cost: OperationCost) -> float:
         """Return the seconds of an operation, without waits that are counted separately."""
-        several = cost.once * self.base + cost.n_rows * cost.per_row * self.per_row
-        return max(cost.once * self.once, several if cost.n_rows > 1 else 0.0)
+        # Products of one operation do not wait for each other.
+        one = self.start * (cost.n_waits > 0) + cost.once * self.once
+        if cost.n_rows <= 1:
+            return one
+        row = cost.per_row * self.per_row + cost.n_inputs * self.per_input + cost.n_outputs * self.per_output
+        return max(one, cost.once * self.base + cost.n_rows * row)
 
 
 class CPURates:
@@ -134,14 +142,15 @@ class CPURates:
 
     def _rate(self, name: str) -> Rate | None:
         entry = self._stored.get(self._prefix + name)
-        return Rate(*entry[:3]) if entry is not None and is_fresh(*entry[3:], time.time()) else None
+        return Rate(*entry[:-2]) if entry is not None and is_fresh(*entry[-2:], time.time()) else None
 
-    def _read(self) -> dict[str, tuple[float, float, float, float, float]]:
+    def _read(self) -> dict[str, tuple[float, ...]]:
         """Return the stored rates, each with the time of its measurement and the processors of other programs."""
         try:
             stored = json.loads(b"" if self._file is None else self._file.read_bytes())
             entries = stored["rates"] if stored["kernels"] == fingerprint() else {}
-            return {n: (float(a), float(b), float(c), float(d), float(e)) for n, (a, b, c, d, e) in entries.items()}
+            n_numbers = len(Rate._fields) + 2
+            return {name: tuple(map(float, entry)) for name, entry in entries.items() if len(entry) == n_numbers}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return {}
 
@@ -184,27 +193,47 @@ class _Test:
 
     def rate(self, sample: Operation[Any] | GGMLType) -> Rate:
         """Measure a family by an operation, or by the type of a matrix."""
-        times, work = list[float](), list[OperationCost]()
-        for n_tokens in STEPS:
-            op = sample if isinstance(sample, Operation) else self._product(sample, n_tokens)
-            graph, depth = _graph_of(op), DEPTH if n_tokens == 1 else DEPTH_OF_SEVERAL
-            if not isinstance(op, ops.Attention | ops.IndexSelect) or not op.causal:
-                depth = 0
-            (cost,) = costs(graph, n_tokens, depth, n_tokens)
-            seconds, n_runs = self._run(graph, n_tokens, depth, REPEATS if n_tokens == 1 else 1)
-            times.append(max(0.0, (seconds - self._start) / n_runs - cost.n_waits * self._wait))
-            work.append(cost)
-        (one, few, many), (_, n_few, n_many) = times, STEPS
-        base = min(many, max(0.0, (few * n_many - many * n_few) / (n_many - n_few)))
-        unit, whole = work[0].once, work[-1]
-        return Rate(one / unit, base / whole.once, (many - base) / (n_many * whole.per_row))
+        if isinstance(sample, Operation):
+            works, times = zip(*(self._measured(sample, n_tokens) for n_tokens in STEPS), strict=True)
+            base = self._base(*times[1:])
+            whole = works[-1]
+            per_row = (times[-1] - base) / (whole.n_rows * whole.per_row)
+            return Rate(times[0] / works[0].once, base / whole.once, per_row)
+        return self._product_rate(sample)
 
-    def _product(self, type: GGMLType, n_tokens: int) -> ops.Linear:
-        """Return a product with a matrix of zeros."""
+    def _product_rate(self, type: GGMLType) -> Rate:
+        """Measure the products with matrices of a type: with large and small ones, and with narrow ones."""
+        n_few, n_many = STEPS[1:]
         row_bytes = packed_bytes((PADDING, COLUMNS), repack_target(type)) // PADDING
         n_bytes = min(MATRIX_BYTES, self._cache_bytes // 2 or MATRIX_BYTES)
-        n_rows = MATRIX_ROWS if n_tokens > 1 else n_bytes // row_bytes // PADDING * PADDING
-        return ops.Linear(Tensor(Rows.TOKENS, COLUMNS), Matrix(Zeros("zeros", type, (n_rows, COLUMNS))))
+        rows = [n // row_bytes // PADDING * PADDING for n in (n_bytes, max(n_bytes // 24, PADDING * row_bytes))]
+        large, small = (self._measured(_product(type, n, COLUMNS), 1) for n in rows)
+        once = max(0.0, large[1] - small[1]) / (large[0].once - small[0].once)
+        start = max(0.0, small[1] - small[0].once * once)
+        (_, few), (whole, many) = (self._measured(_product(type, MATRIX_ROWS, COLUMNS), n) for n in (n_few, n_many))
+        base = self._base(few, many)
+        # Seconds of a token in a whole, a narrow and a low matrix: multiply-adds, inputs and outputs.
+        shapes = [(MATRIX_ROWS, COLUMNS), (MATRIX_ROWS, COLUMNS // 8), (MATRIX_ROWS // 8, COLUMNS)]
+        counts = np.array([(n_out * n_in, n_in, n_out) for n_out, n_in in shapes], np.float64)
+        times = [many, *(self._measured(_product(type, *shape), n_many)[1] for shape in shapes[1:])]
+        unpacking = base * counts[:, 0] / counts[0, 0]
+        seconds = (np.array(times) - unpacking) / n_many
+        per_row, per_input, per_output = np.linalg.solve(counts, seconds).clip(0).tolist()
+        return Rate(once, base / whole.once, per_row, start, per_input, per_output)
+
+    def _base(self, few: float, many: float) -> float:
+        """Return the seconds that many tokens share, from the seconds of steps of few and of many tokens."""
+        _, n_few, n_many = STEPS
+        return min(many, max(0.0, (few * n_many - many * n_few) / (n_many - n_few)))
+
+    def _measured(self, op: Operation[Any], n_tokens: int) -> tuple[OperationCost, float]:
+        """Return the work of an operation, and its seconds."""
+        graph, depth = _graph_of(op), DEPTH if n_tokens == 1 else DEPTH_OF_SEVERAL
+        if not isinstance(op, ops.Attention | ops.IndexSelect) or not op.causal:
+            depth = 0
+        (cost,) = costs(graph, n_tokens, depth, n_tokens)
+        seconds, n_runs = self._run(graph, n_tokens, depth, REPEATS if n_tokens == 1 else 1)
+        return cost, max(0.0, (seconds - self._start) / n_runs - cost.n_waits * self._wait)
 
     def _run(self, graph: Graph, n_tokens: int, depth: int, repeats: int) -> tuple[float, int]:
         """Return the seconds of a program, and how often it computes the graph: ``repeats`` if it reads little."""
@@ -235,6 +264,11 @@ class _Test:
                 flush_array(None)
             times.append(step.rerun(self._decode_threads if n_tokens == 1 else workers.n))
         return min(times), n_runs
+
+
+def _product(type: GGMLType, n_out: int, n_in: int) -> ops.Linear:
+    """Return a product with a matrix of zeros."""
+    return ops.Linear(Tensor(Rows.TOKENS, n_in), Matrix(Zeros("zeros", type, (n_out, n_in))))
 
 
 def _graph_of(op: Operation[Any]) -> Graph:

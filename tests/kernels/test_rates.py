@@ -82,6 +82,17 @@ def test_families_differ_by_what_kernels_are_compiled_for(tmp_path: Path) -> Non
     assert {name.split()[0] for name in first ^ second} == {"attention", "rope_append"}
 
 
+def test_products_of_one_input_quantise_it_once(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "model.gguf", type=GGMLType.Q8_0, intermediate_size=128)
+    products = [cost for cost in costs(graph_of(path), 8, 0) if cost.is_product and cost.layer == 0]
+    # queries, keys and values; attention's output; gate and up; down
+    assert [(bool(cost.n_inputs), cost.n_waits) for cost in products] == [
+        *((True, 2), (False, 0), (False, 0), (True, 2)),
+        *((True, 2), (False, 0), (True, 2)),
+    ]
+    assert [cost.per_row / cost.n_outputs for cost in products] == [64, 64, 64, 64, 64, 64, products[-1].n_inputs]
+
+
 # -- Rates ---------------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +131,16 @@ def test_a_step_takes_the_sum_of_its_operations(machine: Machine) -> None:
     assert rates.seconds([PRODUCT]) == pytest.approx(1e-4 + 1e-6)
     many = PRODUCT._replace(n_rows=1000, n_waits=2)
     assert rates.seconds([PRODUCT, many]) == pytest.approx(1e-4 + 1e-6 + 5e-6 + 2e-6)
+
+
+def test_products_take_time_apart_from_multiplying() -> None:
+    rate = Rate(1e-9, 0.0, 1e-11, start=1e-6, per_input=1e-8, per_output=1e-7)
+    first, second = PRODUCT._replace(n_waits=2, n_inputs=50, n_outputs=10), PRODUCT._replace(n_outputs=10)
+    assert rate.of(first) == pytest.approx(2e-6)
+    assert rate.of(second) == pytest.approx(1e-6)  # the matrices of an operation are read one after another
+    of_a_row = 500 * 1e-11 + 10 * 1e-7
+    assert rate.of(first._replace(n_rows=100)) == pytest.approx(100 * (of_a_row + 50 * 1e-8))
+    assert rate.of(second._replace(n_rows=100)) == pytest.approx(100 * of_a_row)
 
 
 def test_small_operations_may_be_unknown_in_rough_predictions(machine: Machine) -> None:
