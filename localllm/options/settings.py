@@ -38,7 +38,7 @@ CONFIG_VARIABLE = "LOCALLLM_CONFIG"
 #: The table of sampling settings.
 SAMPLING = "sampling"
 
-#: The table of the chat's tools, which `localllm.tui.chat.tools` parses.
+#: The table of the chat's tools, which `localllm.agent_tools.toolbox` parses.
 TOOLS = "tools"
 
 #: The table of the chat's keys, whose names are in `localllm.tui.commands`.

@@ -90,11 +90,16 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A tool call, with its arguments as JSON. ``result`` is None until the tool has run."""
+    """A tool call, with its arguments as JSON. ``result`` is None until the tool has run.
+
+    ``change`` is the diff of a call that changes a file. ``images`` are contents of image files in the result.
+    """
 
     name: str
     arguments: str
     result: str | None = None
+    change: str = ""
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def to_markdown(conversation: Conversation) -> str:
         blocks.append(message.content)
         blocks += map(_attached, message.attachments)
         for call in message.calls:
-            blocks += [f"Tool `{call.name}`:", fenced(call.arguments), fenced(call.result or "")]
+            blocks += [f"Tool `{call.name}`:", fenced(call.change or call.arguments), fenced(call.result or "")]
         if message.is_cut:
             blocks.append("*(cut off)*")
     return escape_controls("\n\n".join(blocks) + "\n")
@@ -135,7 +135,8 @@ def from_json(text: str | bytes) -> Conversation:
         id=short_id(),
         title=clean_title(exported.title),
         system=exported.system,
-        settings=exported.settings or {},
+        # The folder is a path of the machine that has exported the chat.
+        settings={name: value for name, value in (exported.settings or {}).items() if name != "folder"},
         model=exported.model,
         created=exported.created,
         updated=exported.updated,

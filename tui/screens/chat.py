@@ -304,6 +304,8 @@ class ChatScreen(Screen[None]):
                 await view.finish(event.message)
         elif isinstance(event, events.ChatWarning):
             self.app.notify(event.text, severity="warning")
+        elif isinstance(event, events.ChatNotice):
+            self.app.notify(event.text)
         elif isinstance(event, events.ContextFull):
             turn.full = event
 
