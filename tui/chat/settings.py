@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 from localllm.errors import UsageError
 from localllm.options.declared import CheckedOptions, Sampling, declared
 
+#: Settings for this machine, which exported chats omit.
+LOCAL = ("folder", "instructions")
 #: Settings that are no options of `LLM.stream_chat`.
-_NOT_OPTIONS = ("thinking", "reasoning_effort", "reply_prefix", "folder", "instructions")
+_NOT_OPTIONS = ("thinking", "reasoning_effort", "reply_prefix", *LOCAL)
 #: Maximum characters of a reasoning effort.
 _MAX_WORD = 20
 
