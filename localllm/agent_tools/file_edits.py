@@ -155,8 +155,8 @@ def _missing(name: str, text: str, old: str, new: str) -> str:
 
 def _ambiguous(name: str, text: str, starts: Sequence[int]) -> str:
     lines = ", ".join(dict.fromkeys(str(text.count("\n", 0, start) + 1) for start in starts))
-    more = " and more" if len(starts) > _MAX_PLACES else ""
-    return f"old_text is at lines {lines}{more} of {name}: add lines around it, so that it occurs only once"
+    n = f"more than {_MAX_PLACES}" if len(starts) > _MAX_PLACES else len(starts)
+    return f"old_text occurs {n} times in {name} (lines {lines}): add lines around it, so that it occurs only once"
 
 
 # -- Diffs -----------------------------------------------------------------------------------------------------------
