@@ -45,7 +45,7 @@ def result_of(tool: AgentTool, arguments: Mapping[str, Any], is_stopped: IsStopp
 EVIL = "\x1b]0;title\x07\x1b[2J\u202e"
 
 
-def call(name: str, **arguments: object) -> str:
+def call(name: str, /, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
