@@ -13,5 +13,5 @@ interface, and every tool keeps to its bounds:
 - `mcp_servers.McpServer`: the tools of an MCP server.
 - `toolbox.Toolbox`: the tools that the settings enable, and the user's permanent permissions.
 
-Whoever calls a tool requests the user's permission first. ``AgentTool.preview`` returns the diff to show.
+The caller of a tool requests the user's permission first. ``AgentTool.preview`` returns the diff to show.
 """

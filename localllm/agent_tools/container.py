@@ -45,7 +45,7 @@ def command_tool(image: str, folder: Path | None) -> AgentTool:
     if folder is not None and re.search(r'[,"\n]', str(folder)):
         raise UsageError(f"the path {folder} has a comma, a quotation mark or a line break: rename the folder")
     where = f"in the folder {_WORK}, which is the working folder" if folder else "without files of the user"
-    description = f"Runs a shell command in a Linux container {where}, without a network. Gives what it prints."
+    description = f"Runs a shell command in a Linux container {where}, without a network, and gives its output."
     parameters = text_parameters("command", command="the command line")
     run = partial(_run, [program, "run", "--rm", *_LIMITS, *_access(program, folder)], image)
     return AgentTool("run_command", description, parameters, run, scope=f"{image} {folder or ''}")

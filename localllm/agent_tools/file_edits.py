@@ -32,7 +32,7 @@ _MAX_PLACES, _MAX_SEARCHED, _MAX_LINE = 8, 2000, 200
 
 
 def confined(folder: Path, name: str) -> Path:
-    """Return a path with links followed. ``folder`` is resolved. Raises UsageError if the path is outside of it."""
+    """Return a path with links followed. ``folder`` is resolved. Raises UsageError if the path is outside."""
     try:
         path = (folder / name).resolve()
     except (OSError, ValueError, RuntimeError):  # a NUL, a name that is too long, a cycle of links
@@ -66,7 +66,7 @@ def decoded_text(data: bytes, name: str) -> str:
 
 
 def edited(folder: Path, name: str, old: str, new: str) -> FileEdit:
-    """Return the edit that replaces the only occurrence of ``old`` in a file. Nothing is written.
+    """Return the edit that replaces the only occurrence of ``old`` in a file, without writing the file.
 
     Line breaks match in any form, and the inserted lines end like the replaced lines. Raises UsageError if ``old``
     does not occur, or occurs more than once.
@@ -91,7 +91,7 @@ def edited(folder: Path, name: str, old: str, new: str) -> FileEdit:
 
 
 def written(folder: Path, name: str, content: str) -> FileEdit:
-    """Return the edit that creates a file or replaces its whole content. Nothing is written.
+    """Return the edit that creates a file or replaces its whole content, without writing the file.
 
     A file keeps its line ends and its byte order mark. Raises UsageError if the existing file is not UTF-8 text.
     """
@@ -216,9 +216,11 @@ def apply_edit(edit: FileEdit) -> None:
 
 
 def undo_edit(edit: FileEdit) -> None:
-    """Restore a file as it was before an edit. Raises UsageError if the file has changed since the edit."""
+    """Restore the content before an edit. Raises UsageError if the file has changed since the edit."""
     if _content(edit) != edit.after:
-        raise UsageError(f"{edit.name} has changed since the edit: undo would lose this change, so nothing is undone")
+        raise UsageError(
+            f"{edit.name} has changed since the edit, and undo would lose that change: restore it by hand"
+        )
     if edit.before is not None:
         _replace(edit, edit.before)
         return

@@ -50,9 +50,9 @@ def file_tools(folder: Path, *, is_writable: bool) -> list[AgentTool]:
 
 
 _PATH = "path relative to the folder"
-_READ = "Reads a text file or an image, or lists a folder."
+_READ = "Reads text or an image, or lists a folder."
 _SEARCH = "Finds files by name, and lines by text. Gives paths, or lines as path:number: line."
-_EDIT = "Replaces a text in a file. Read the file first."
+_EDIT = "Replaces text in a file. Read the file first."
 _WRITE = "Creates a file, or replaces its whole content. To change a part of a file, use edit_file."
 
 
@@ -101,7 +101,7 @@ def _entries(folder: Path) -> str:
 
 
 def _page(text: str, first: object) -> str:
-    """Return the lines of a text from line ``first`` on, and how to read the remaining lines."""
+    """Return the lines from line ``first`` on, and a remark how to read the remaining lines."""
     if isinstance(first, str) and first.isdecimal():
         first = int(first[:9])
     if not isinstance(first, int) or first < 1:

@@ -61,7 +61,7 @@ class ProjectInstructions:
 
     @property
     def summary(self) -> str:
-        """What the model gets, for the user; empty if it gets nothing."""
+        """A sentence for the user about the files that the model gets; empty without files."""
         parts = [f"{path} ({len(text):,} characters)" for path, text in self.files.items()]
         if self.skills:
             parts.append(f"{len(self.skills)} skill{'s' * (len(self.skills) > 1)} ({', '.join(self.skills)})")
@@ -161,7 +161,7 @@ def _skill(folder: Path, values: Mapping[str, str]) -> Skill:
 
 
 def front_matter(text: str) -> dict[str, str]:
-    """Return the values of the lines ``key: value`` between lines ``---`` at the start of a text.
+    """Return the values of the lines ``key: value`` between lines ``---`` at the start of ``text``.
 
     Indented lines continue a value. Other YAML is not supported: a list or a mapping becomes text. Raises UsageError
     if the front matter is missing or too long.

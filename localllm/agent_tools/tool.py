@@ -59,7 +59,7 @@ class AgentTool:
             exception, whose message is for the model.
         preview: returns the diff of the change that a call would make. Raises UsageError if the call would fail.
             None if the tool changes no files.
-        scope: what a permanent permission is limited to, such as a folder; empty without a limit.
+        scope: limit of a permanent permission, such as a folder; empty without a limit.
     """
 
     name: str

@@ -121,8 +121,8 @@ def test_edits_are_undone_in_order_and_the_model_is_told(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"b\.txt has changed since the edit"):
         session.undo()
     (folder / "b.txt").write_text("x")
-    assert session.undo() == "b.txt is removed; 1 more edits can be undone"
-    assert session.undo() == "a.txt is restored; 0 more edits can be undone"
+    assert session.undo() == "b.txt is removed; 1 earlier edit can be undone"
+    assert session.undo() == "a.txt is restored"
     assert (folder / "a.txt").read_bytes() == b"pears\nplums\n"
     assert not (folder / "b.txt").exists()
     play(session.send, "go on")
@@ -271,6 +271,7 @@ async def test_in_the_app_the_diff_is_shown_before_the_answer(folder: Path) -> N
         assert "a.txt is changed" in chat.screen
         await chat.say("/undo")
         await chat.hears("a.txt is restored")
+        await chat.sees("(the user has undone this edit)")
         await chat.until(lambda: (folder / "a.txt").read_bytes() == b"pears\nplums\n")
         await chat.say("/undo")
         await chat.hears("no edit can be undone")

@@ -266,6 +266,19 @@ def run_chat(
     return run
 
 
+def test_the_folder_is_named_on_the_command_line(
+    run_chat: Callable[..., Outcome], tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "AGENTS.md").write_text("Use tabs.")
+    outcome = run_chat(tiny, *Z, "--plain", "--folder", tmp_path / "project", stdin="/folder\n")
+    assert outcome.err.startswith(f"the model may read and change files in {(tmp_path / 'project').resolve()}")
+    assert "AGENTS.md (9 characters)" in outcome.err
+    outcome = run_chat(tiny, "--folder", tmp_path / "nowhere")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "give the path of a folder that exists" in outcome.err
+
+
 def test_from_a_pipe_and_again(run_chat: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     env = environment(LOCALLLM_DATA=str(tmp_path))
     outcome = run_process(["chat", tiny, *Z, "-n", "3"], stdin=b"hi\nyou\n", env=env)

@@ -247,8 +247,9 @@ class ChatSession:
                 self.saver.save(id_)
         finally:
             self._busy.release()
-        action = "removed" if edit.before is None else "restored"
-        return f"{edit.name} is {action}; {len(self._edits)} more edits can be undone"
+        n = len(self._edits)
+        more = f"; {n} earlier edit{'s' * (n > 1)} can be undone" if n else ""
+        return f"{edit.name} is {'removed' if edit.before is None else 'restored'}{more}"
 
     # -- Properties of the conversation ------------------------------------------------------------------------------
 

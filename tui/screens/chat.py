@@ -327,6 +327,7 @@ class ChatScreen(Screen[None]):
             n_hidden = len(call) - _MAX_OF_A_CALL
             if n_hidden > 0:
                 call = f"{call[:_MAX_OF_A_CALL]}… ({n_hidden:,} more characters)"
+            call = f"{request.name} to make this change" if request.change else call
             text = f"May the model use {call}? {self.app.key_of('allow')} answers; Esc stops the reply."
         self.hint(text)
         self.draw_heading()
