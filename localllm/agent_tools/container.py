@@ -80,5 +80,5 @@ def _run(start: list[str], image: str, arguments: Mapping[str, Any], is_stopped:
     finally:
         # The container outlives its client when the command was stopped.
         with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run([start[0], "rm", "--force", name], capture_output=True, timeout=_END_SECONDS, check=False)
+            subprocess.run([start[0], "kill", name], capture_output=True, timeout=_END_SECONDS, check=False)
     return decoded(output) or "(it printed nothing)"

@@ -236,7 +236,7 @@ def test_a_command_runs_in_a_container_without_a_network(podman: Path, folder: P
     assert f"source={folder}/.git,target=/work/.git,readonly" in start
     name = start.partition("--name=")[2].split()[0]
     assert f"--name={name} debian:13 sh -c " in start
-    assert end == f"rm --force {name}"
+    assert end == f"kill {name}"
     alone = Toolbox({"run": "debian:13"}).tools()["run_command"]
     assert "--mount" not in str(alone.run)
 
