@@ -76,8 +76,6 @@ def edited(folder: Path, name: str, old: str, new: str) -> FileEdit:
     old, new = (part.replace("\r\n", "\n") for part in (old, new))
     if not old:
         raise UsageError("old_text is empty: give the text to replace, or write the whole file with write_file")
-    if old == new:
-        raise UsageError("old_text and new_text are the same: nothing would change")
     plain = text.replace("\r\n", "\n")
     starts = _occurrences(plain, old)
     if len(starts) != 1:
@@ -111,6 +109,8 @@ def _edit(path: Path, name: str, before: bytes | None, after: str) -> FileEdit:
         data = bom + after.encode()
     except UnicodeEncodeError:
         raise UsageError("the new text has a character that is not valid Unicode: remove it") from None
+    if data == before:
+        raise UsageError(f"{name} has this content already: the new text is the same as the old text")
     if len(data) > MAX_EDITED:
         raise UsageError(f"{name} would be larger than {MAX_EDITED >> 20} MiB, the maximum: write less text")
     if before is not None and not os.access(path, os.W_OK):

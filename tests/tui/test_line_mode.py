@@ -193,6 +193,21 @@ def test_a_tool_needs_permission(give: Give, store: Store, capfd: pytest.Capture
     assert "does not allow" in (plain.session.conversation.path()[1].calls[0].result or "")
 
 
+def test_a_change_is_shown_before_the_question(
+    give: Give, store: Store, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("pears\n")
+    call = '{"name": "edit_file", "arguments": {"path": "a.txt", "old_text": "pears", "new_text": "figs"}}'
+    give("go\no\n/undo\n/undo\n")
+    plain = chat(store, FakeModel([f"<tool_call>{call}</tool_call>", "done"], context=10_000), interactive=True)
+    plain.session.set_options({"folder": str(tmp_path)})
+    plain.run()
+    err = capfd.readouterr().err
+    assert "use edit_file\n--- a.txt\n+++ a.txt\n@@ -1,1 +1,1 @@\n-pears\n+figs\nallow it?" in err
+    assert "a.txt is restored\n> localllm: error: no edit can be undone" in err
+    assert (tmp_path / "a.txt").read_text() == "pears\n"
+
+
 def test_a_tool_question_shows_all_of_the_arguments(
     give: Give, store: Store, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

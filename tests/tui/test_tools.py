@@ -24,7 +24,7 @@ import pytest
 
 from localllm import web
 from localllm.agent_tools import mcp_servers
-from localllm.agent_tools.tool import AgentTool, IsStopped, call_tool
+from localllm.agent_tools.tool import AgentTool, IsStopped, ToolOutput, call_tool
 from localllm.agent_tools.toolbox import Permission, Toolbox
 from localllm.errors import SettingsError, UsageError
 from localllm.tui.chat.attachments import command_output
@@ -426,6 +426,7 @@ def test_the_tools_of_an_mcp_server_are_called(numbers: dict[str, object]) -> No
     threading.Timer(0.3, is_stopped.set).start()
     assert result_of(tool, {"seconds": 50}, is_stopped.is_set) == "error: stopped"
     assert "error" in result_of(toolbox.tools()["numbers__add"], {"a": "x"}, lambda: False)
+    assert call_tool(toolbox.tools()["numbers__dot"], {}, lambda: False) == ToolOutput("[image]", (b"pixels",))
     toolbox.close()
 
 

@@ -82,7 +82,6 @@ def test_an_edit_keeps_the_mode_and_a_link(folder: Path) -> None:
         ("zebra", "read the file again"),
         ("#", "old_text occurs 3 times in a.py (lines 1, 2, 5): add lines around it"),
         ("aa", "old_text occurs 2 times in a.py (lines 6)"),  # overlapping
-        ("new", "are the same"),
     ],
 )
 def test_a_missing_or_ambiguous_text_is_explained(folder: Path, old: str, error: str) -> None:
@@ -96,6 +95,12 @@ def test_a_missing_or_ambiguous_text_is_explained(folder: Path, old: str, error:
 
 
 def test_an_edit_that_is_there_already_is_reported(folder: Path) -> None:
+    (folder / "b.py").write_bytes(b"x\r\ny")
+    for output in (
+        called(folder, "edit_file", path="b.py", old_text="x\ny", new_text="x\r\ny"),
+        called(folder, "write_file", path="b.py", content="x\ny"),
+    ):
+        assert "b.py has this content already" in output.text
     (folder / "a.py").write_bytes(b"x = 2\r\ny = 3\r\n")
     output = called(folder, "edit_file", path="a.py", old_text="x = 1\ny = 1", new_text="x = 2\ny = 3")
     assert "may have this change already" in output.text
