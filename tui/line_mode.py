@@ -301,6 +301,7 @@ class LineChat(commands.UI):
             self._remark(event.text)
         elif isinstance(event, events.ToolApprovalRequest):
             printer.end()
+            self._status.clear()
             self._say(spelled_out(f"the model wants to use {event.text}"))
             answers: dict[str, Permission] = {"o": "once", "c": "chat", "a": "always"}  # no answer in a pipe
             answer = self._lines.answer("allow it? [n]o, [o]nce, in this [c]hat, [a]lways: ")
@@ -309,7 +310,7 @@ class LineChat(commands.UI):
             call = next((call for call in reversed(event.message.calls) if call.result is not None), None)
             if call is None:  # only the diff of the first call is known
                 return
-            self._remark(f"{call.name} {call.arguments}: {len(call.result or ''):,} characters")
+            self._remark(f"{call.name} {call.subject}: {len(call.result or ''):,} characters")
         elif isinstance(event, events.ContextTrimmed):
             self._status.clear()
             instead = f", but this summary: {event.summary}" if event.summary else ""

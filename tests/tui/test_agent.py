@@ -13,7 +13,7 @@ from PIL import Image
 from localllm.agent_tools.toolbox import Toolbox
 from localllm.errors import StoreError, UsageError
 from localllm.tui import commands
-from localllm.tui.chat.conversation import Conversation
+from localllm.tui.chat.conversation import CallRecord, Conversation
 from localllm.tui.chat.events import ChatNotice, ChatWarning, Event, ToolApprovalRequest, ToolCallsDone, Turn
 from localllm.tui.chat.export import from_json, to_json, to_markdown
 from localllm.tui.chat.session import ChatSession
@@ -146,6 +146,11 @@ def test_undo_waits_for_the_end_of_a_reply(folder: Path) -> None:
     play(session.send, "edit", watch=watch)
     assert errors
     assert session.undo().startswith("a.txt is restored")
+
+
+def test_an_imported_diff_may_be_any_text() -> None:
+    for change, subject in (("x", "{}"), ("", "{}"), ("--- a\n+++ b", "b"), ("\n", "")):
+        assert CallRecord("edit_file", "{}", change=change).subject == subject
 
 
 # -- AGENTS.md and skills ------------------------------------------------------------------------------------------

@@ -101,6 +101,12 @@ class CallRecord:
     change: str = ""
     images: tuple[bytes, ...] = ()
 
+    @property
+    def subject(self) -> str:
+        """The path of the changed file, or the arguments of a call that changes no file."""
+        lines = self.change.split("\n", 2)  # of an imported chat, these are any lines
+        return lines[1].removeprefix("+++ ") if len(lines) > 1 else self.arguments
+
 
 @dataclass(frozen=True)
 class ChatMessage:

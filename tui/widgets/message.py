@@ -306,15 +306,13 @@ class MessageView(Vertical, can_focus=True):
 def _call(call: CallRecord) -> Collapsible:
     """Return the section of a call. The diff of an edit is unfolded."""
     size = "…" if call.result is None else f"{len(call.result):,} characters"
-    subject = call.arguments
     if call.change:
-        subject = call.change.split("\n", 2)[1].removeprefix("+++ ")  # the path
         text = Content("\n").join(
             [*map(_diff_line, _beginning(call.change).split("\n")), Content(_shown(call.result))]
         )
     else:
         text = Content(f"{_shown(call.arguments)}\n\n{_shown(call.result)}")
-    title = escape_controls(f"{call.name} {shortened(subject, _MAX_OF_A_CALL)} · {size}")
+    title = escape_controls(f"{call.name} {shortened(call.subject, _MAX_OF_A_CALL)} · {size}")
     is_folded = not call.change
     return Collapsible(Static(text, classes="thought"), title=title.replace("[", "\\["), collapsed=is_folded)
 
