@@ -89,7 +89,12 @@ def read(folder: Path, arguments: Mapping[str, Any], is_stopped: IsStopped) -> T
     data = read_confined(folder, name, MAX_READ)
     if name.lower().endswith(_IMAGES):
         return ToolOutput(f"the image {name}", (data,))
-    text = pdf.page_texts(name, data) if name.lower().endswith(".pdf") else decoded_text(data, name)
+    if name.lower().endswith(".pdf"):
+        text = pdf.page_texts(name, data)
+        if not text.replace("\f", "").strip():
+            raise UsageError(f"{name} is a PDF file of images without text: it cannot be read")
+    else:
+        text = decoded_text(data, name)
     return _page(text.replace("\r\n", "\n"), arguments.get("first_line", 1))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from localllm.agent_tools import file_edits, file_tools
 from localllm.agent_tools.file_edits import apply_edit, diff, edited, undo_edit, written
@@ -338,6 +339,12 @@ def test_folders_and_images_are_read(folder: Path) -> None:
     (folder / "cat.PNG").write_bytes(b"pixels")
     assert called(folder, "read_file", path=".").text == "cat.PNG\nsub/"
     assert called(folder, "read_file", path="cat.PNG") == ToolOutput("the image cat.PNG", (b"pixels",))
+
+
+def test_a_pdf_file_without_text_is_an_error(folder: Path) -> None:
+    pytest.importorskip("pypdf")
+    Image.new("RGB", (9, 9)).save(folder / "a.pdf")
+    assert "PDF file of images without text" in called(folder, "read_file", path="a.pdf").text
 
 
 def test_files_and_lines_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
