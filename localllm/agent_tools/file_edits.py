@@ -33,8 +33,10 @@ _MAX_PLACES, _MAX_SEARCHED, _MAX_LINE = 8, 2000, 200
 
 def confined(folder: Path, name: str) -> Path:
     """Return a path with links followed. ``folder`` is resolved. Raises UsageError if the path is outside."""
+    path = Path(os.path.normpath(folder / name))
     try:
-        path = (folder / name).resolve()
+        # Resolve only paths that look right: Windows would connect to the server of a path such as \\server\share.
+        path = path.resolve() if path.is_relative_to(folder) else path
     except (OSError, ValueError, RuntimeError):  # a NUL, a name that is too long, a cycle of links
         raise UsageError(f"{name!r:.200} is not a valid path: give a path relative to the folder") from None
     if not path.is_relative_to(folder):

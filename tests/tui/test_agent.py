@@ -282,3 +282,6 @@ async def test_in_the_app_the_diff_is_shown_before_the_answer(folder: Path) -> N
         await chat.hears("no edit can be undone")
         await chat.say("/folder")
         await chat.hears(f"the model may read and change files in {folder}")
+        assert " · in project" in chat.screen
+        await chat.say("/folder none")
+        await chat.until(lambda: " · in project" not in chat.screen)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, cast
 
 from textual import getters, on
@@ -192,7 +193,8 @@ class ChatScreen(Screen[None]):
         self.refresh_bindings()
         meter = await self.app.offload(session.meter)
         if session is self.session and self.turn is None:
-            self.status.change(meter=meter, stats=session.last)
+            folder = Path(session.conversation.settings.get("folder", "")).name
+            self.status.change(meter=meter, stats=session.last, folder=folder)
         if (warning := session.saver.take_warning()) is not None:
             self.app.notify(warning, severity="warning")
 

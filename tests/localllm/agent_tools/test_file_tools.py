@@ -172,6 +172,13 @@ def test_paths_out_of_the_folder_are_refused(folder: Path) -> None:
     assert called(folder, "search_files", text="plums").text == "nothing found"
 
 
+def test_paths_of_other_machines_are_not_looked_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "resolve", lambda self: pytest.fail("looked up"))
+    for name in ("//server/share/a.txt", "../a", "/etc/passwd"):
+        with pytest.raises(UsageError, match="is outside the folder"):
+            file_edits.confined(folder, name)
+
+
 @pytest.mark.posix("has no pipes")
 def test_special_files_do_not_block(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
