@@ -120,7 +120,7 @@ class Dispatcher:
             self.models.release(served)
             raise
         note(llm=llm, streams=streams, n=job.n, is_streamed=job.stream)
-        pending = PendingReplies(job, served, llm, streams, self._end, began, load_s)
+        pending = PendingReplies(job, served, llm, streams, self._end, client, began, load_s)
         self.active[pending.number] = pending
         return pending
 

@@ -591,7 +591,7 @@ def test_an_answer_that_is_closed_before_it_is_read_begins_nothing() -> None:
     async def closed() -> list[Reply]:
         streams: Any = [Endless(), Endless()]
         nobody: Any = None
-        answer = PendingReplies(GenerationJob(None, {}), nobody, nobody, streams, lambda answer: None, 0.0, 0.0)
+        answer = PendingReplies(GenerationJob(None, {}), nobody, nobody, streams, lambda answer: None, "", 0.0, 0.0)
         events = answer.events()
         answer.close()
         replies = [reply async for reply, _ in events]
