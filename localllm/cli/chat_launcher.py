@@ -29,7 +29,7 @@ from localllm.loading.devices import gpu_memory
 from localllm.loading.load import check_file
 from localllm.loading.progress import LoadPlan
 from localllm.options.declared import CheckedOptions
-from localllm.options.settings import Settings, settings_path
+from localllm.options.settings import Settings, skills_folder
 from localllm.options.types import LoadProgress
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.context import ChatModel
@@ -146,12 +146,6 @@ def run(arguments: argparse.Namespace) -> int | None:
         if not arguments.quiet:
             _print_how_to_continue(sessions[-1])
         return code
-
-
-def skills_folder() -> Path | None:
-    """Return the user's folder of skills, next to the settings file; None without a home folder."""
-    settings = settings_path()
-    return None if settings is None else settings.with_name("skills")
 
 
 def is_first_start(store: Store, folders: Sequence[Path]) -> bool:

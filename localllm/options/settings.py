@@ -90,6 +90,12 @@ def settings_path() -> Path | None:
         return None
 
 
+def skills_folder() -> Path | None:
+    """Return the user's folder of skills, next to the settings file; None without a home folder."""
+    settings = settings_path()
+    return None if settings is None else settings.with_name("skills")
+
+
 def load_settings(path: Path | None = None) -> Settings:
     """Return the settings of a file (default: the user's settings file); the defaults if it does not exist."""
     path = path or settings_path()

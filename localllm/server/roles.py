@@ -82,6 +82,10 @@ _ROUTES = {
     """,
     ADMIN: """
         GET /models/catalog
+        GET /page/tools
+        POST /page/tools/preview
+        POST /page/tools/call
+        POST /page/tools/undo
         POST /models/load
         POST /models/unload
         GET /unload
