@@ -149,9 +149,18 @@ async function undo(message, number) {
 
 // -- Shown calls --------------------------------------------------------------------------------------------------------------
 
+// Characters that cannot be seen, or that reorder the text around them, and spaces other than the space.
+const INVISIBLE = /(?![\n\t ])[\p{C}\p{Z}\u034f\u115f\u1160\u3164\uffa0\u{fe00}-\u{fe0f}\u{e0100}-\u{e01ef}]/gu;
+
+// A text whose invisible characters are escapes, because the user decides by what is shown.
+const visible = text => text.replace(INVISIBLE, each => [...each].map(part => `\\u{${part.codePointAt(0).toString(16)}}`).join(""));
+
+// The arguments of a call.  Numbers that JavaScript would round stay as they were written.
+const shownArguments = call => visible(/\d{16}/.test(call.arguments) ? call.arguments : pretty(call.arguments));
+
 // A call.  After it has run, its arguments and its result are folded; `open` has the numbers of calls that are not.
 function callElement(message, call, number, open) {
-  const name = `Tool ${call.name}`, json = codeBlock(pretty(call.arguments), "json"), change = call.change && codeBlock(call.change, "diff");
+  const name = `Tool ${visible(call.name)}`, json = codeBlock(shownArguments(call), "json"), change = call.change && codeBlock(visible(call.change), "diff");
   if (isPending(call)) {
     const element = h("div", {class: "call"}, h("p", {class: "name"}, name), change, change ? h("details", {}, h("summary", {}, "Arguments"), json) : json);
     if (message.state !== "streaming") element.append(pendingElement(message, call, number));
@@ -168,7 +177,7 @@ function callElement(message, call, number, open) {
 // The first text in a call's arguments, on one line.
 function brief(call) {
   const text = Object.values(JSON.parse(call.arguments)).find(value => typeof value === "string") ?? "";
-  return text.slice(0, 80).replace(/\s+/g, " ");
+  return visible(text.slice(0, 80).replace(/\s+/g, " "));
 }
 
 // The state of a call without a result, or the controls that give it one.
@@ -214,7 +223,7 @@ function showTools() {
   $("tools-instructions").querySelector("span").textContent = `Use instructions: ${summary}`;
   const rows = tools.map(({name, description, mark}) => h("li", {},
     h("label", {class: "check"}, h("input", {type: "checkbox", checked: !off.includes(name), onchange: event => switchTool(name, event.target.checked)}),
-      h("span", {}, h("span", {class: "tool"}, name), h("span", {class: "quiet"}, description))),
+      h("span", {}, h("span", {class: "tool"}, visible(name)), h("span", {class: "quiet"}, visible(description)))),
     allowed.includes(mark) && h("button", {class: "small", type: "button", "aria-label": `Ask again before ${name}`, onclick: () => askAgain(mark)}, "Ask again")));
   const notes = [why, ...warnings].filter(Boolean).map(text => h("li", {class: "quiet"}, text));
   $("tool-list").replaceChildren(...rows, ...notes);

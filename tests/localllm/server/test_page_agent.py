@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,12 +30,14 @@ pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
 KEY = "page key"
+#: A command with a part that is reordered by an invisible character, and a part after many spaces.
+HIDDEN = "ls \u202e#txt.a" + " " * 500 + "; rm -r a\u200b\u00a0b"
 EVIL = "<img src=x onerror='hacked=1'>"
 EDIT = {"path": "a.txt", "old_text": "pears", "new_text": "figs"}
 
 
 def call(name: str, **arguments: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 def script(prompt: str) -> str:
@@ -49,6 +52,7 @@ def script(prompt: str) -> str:
         "edit": [call("edit_file", **EDIT)],
         "both": [call("read_file", path="a.txt") + call("search_files", text="plums")],
         "add": [call("numbers__add", a=2, b=40)],
+        "hidden": [call("slow", command=HIDDEN, n=12345678901234567890)],
         "evil": [call(EVIL, path=EVIL)],
         "wait": [call("slow")],
         "loop": [call("read_file", path="a.txt")] * 30,
@@ -170,6 +174,10 @@ def test_a_denied_call_is_not_run(page: Any) -> None:
     allow(page, "Deny")
     page.get_by_text("The result is: (the user does not allow this call)").wait_for()
     assert bodies[1]["messages"][-1]["content"] == "(the user does not allow this call)"
+    ask(page, "look", 3)
+    ask(page, "Hi", 4)  # without a decision
+    page.get_by_text("It was not run.").wait_for()
+    assert bodies[3]["messages"][-2]["content"] == "(it was not run)"
 
 
 def test_calls_run_in_their_order_after_a_reload_too(page: Any) -> None:
@@ -320,8 +328,18 @@ class _Slow(Toolbox):
 
     def _run(self, arguments: Mapping[str, Any], is_stopped: Callable[[], bool]) -> str:
         while not is_stopped():
-            pass
+            time.sleep(0.01)
         return "stopped"
+
+
+def test_nothing_in_a_call_is_hidden_from_the_user(open_page: Open, start: Start) -> None:
+    page = open_page(start(_Slow()))
+    ask(page, "hidden", 1)
+    shown = page.locator(".call pre").first
+    assert "ls \\u{202e}#txt.a" in shown.inner_text()
+    assert "rm -r a\\u{200b}\\u{a0}b" in shown.inner_text()
+    assert "12345678901234567890" in shown.inner_text()
+    assert shown.evaluate("each => each.scrollWidth <= each.clientWidth")
 
 
 def test_a_tool_is_stopped_and_the_chat_continues(open_page: Open, start: Start) -> None:
