@@ -127,6 +127,7 @@ NEEDED = {
     "/api/v0/chat/completions": "messages", "/api/v0/completions": "prompt", "/api/v0/embeddings": "input",
     "/api/v1/chat": "input", "/api/v1/models/load": "model", "/api/v1/models/unload": "instance_id",
     "/models/load": "model", "/models/unload": "model", "/v1/chat/completions/control": "id",
+    "/page/tools/preview": "name", "/page/tools/call": "name", "/page/tools/undo": "id",
 }  # fmt: skip
 #: Ollama's clients load a model with an empty request; the other paths neither read nor write text.
 NEED_NOTHING = {"/api/chat", "/api/generate", "/api/show", "/api/pull", "/slots/{id}", "/lora-adapters"}
