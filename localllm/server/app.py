@@ -82,6 +82,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/page/tools",), page_endpoints.page_tools, None),
     ("POST", ("/page/tools/preview",), page_endpoints.page_tool_preview, ToolCallRequest),
     ("POST", ("/page/tools/call",), page_endpoints.page_tool_call, ToolCallRequest),
+    ("POST", ("/page/tools/restart",), page_endpoints.page_tool_restart, None),
     ("POST", ("/page/tools/undo",), page_endpoints.page_tool_undo, page_endpoints.UndoRequest),
     ("GET", ("/v1/models", "/models"), openai.models, None),
     ("GET", ("/models/sse",), model_control.events, None),

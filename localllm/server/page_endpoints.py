@@ -46,6 +46,13 @@ async def page_tool_call(request: Request, dispatcher: Dispatcher, body: ToolCal
     return json_response(await dispatcher.run_tool(request, partial(tools.call, body)))
 
 
+async def page_tool_restart(request: Request, dispatcher: Dispatcher) -> Response:
+    """Start the MCP servers of the page again."""
+    tools = _enabled(request, dispatcher)
+    await dispatcher.run_tool(request, lambda is_stopped: tools.restart())
+    return json_response({})
+
+
 async def page_tool_undo(request: Request, dispatcher: Dispatcher, body: UndoRequest) -> Response:
     """Take the edit of a call back."""
     tools = _enabled(request, dispatcher)

@@ -76,6 +76,7 @@ class PageTools:
         return {
             "allowed": True,
             "folders": list(self.folders),
+            "has_servers": bool(self.toolbox.settings.servers),
             "rounds": self.toolbox.settings.rounds,
             "tools": rows,
             "system": project.system_text,
@@ -115,6 +116,14 @@ class PageTools:
             undo_edit(edit)
             del self._edits[id_]
         return f"{edit.name} is {'removed' if edit.before is None else 'restored'}"
+
+    def restart(self) -> None:
+        """Start the MCP servers again: servers that have ended, and servers that could not be started."""
+        with self._lock:
+            ended = self.toolbox
+            self.toolbox = Toolbox(msgspec.to_builtins(ended.settings), skills=ended.skills)
+            self._warnings.clear()
+        ended.close()
 
     def close(self) -> None:
         self.toolbox.close()

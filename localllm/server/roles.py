@@ -85,6 +85,7 @@ _ROUTES = {
         GET /page/tools
         POST /page/tools/preview
         POST /page/tools/call
+        POST /page/tools/restart
         POST /page/tools/undo
         POST /models/load
         POST /models/unload

@@ -215,7 +215,7 @@ function showMessages() {
   if (shownFrom) rows.push(h("button", {class: "earlier", onclick: showEarlier}, `Show earlier messages (${shownFrom})`));
   const kept = new Set();
   for (const message of path.slice(shownFrom)) {
-    const stamp = JSON.stringify([message.state, message.text.length, message.calls?.map(({images, ...call}) => [call, images?.length]), chat.siblings(message).length, message.id === chat.leaf, message.error, jobs.has(chat.id), message.calls && activeTools(chat).length]);
+    const stamp = JSON.stringify([message.state, message.text.length, message.calls?.map(call => [call.name, call.arguments.length, call.result?.length, call.change?.length, call.images?.length, Boolean(call.undo)]), chat.siblings(message).length, message.id === chat.leaf, message.error, jobs.has(chat.id), message.calls && activeTools(chat).length]);
     let element = elements.get(message.id);
     if (!element || element.stamp !== stamp) {
       element ??= h("article", {class: `message ${message.role}`});
@@ -876,6 +876,11 @@ for (const button of document.querySelectorAll("[data-close]")) button.addEventL
 for (const dialog of document.querySelectorAll("dialog")) dialog.addEventListener("click", event => { if (event.target === dialog) dialog.close(); });
 storage.changes.addEventListener("message", async event => {
   showChats();
+  const job = jobs.get(event.data);
+  if (job) {  // a permission that was taken back in another tab ends here, too
+    job.chat.toolbox = (await storage.load(event.data))?.toolbox ?? job.chat.toolbox;
+    showComposer();
+  }
   if (event.data !== chat.id || jobs.has(chat.id) || document.querySelector(".editing")) return;
   const changed = await storage.load(chat.id);
   if (changed?.id !== chat.id || jobs.has(chat.id)) return;

@@ -1,6 +1,6 @@
 // Tools that run on the server: the list of a chat's tools, the user's permissions, and calls of the model.
 
-const NO_TOOLS = {allowed: false, folders: [], rounds: 10, tools: [], system: "", summary: "", warnings: [], why: ""};
+const NO_TOOLS = {allowed: false, folders: [], has_servers: false, rounds: 10, tools: [], system: "", summary: "", warnings: [], why: ""};
 const toolRequests = new Map();  // promises of the server's lists of tools, by working folder
 const toolLists = new Map();  // lists that have arrived, by working folder
 const decisions = new Map();  // what the user decided about calls: {answer, mark, digest}, by `callKey`
@@ -133,7 +133,7 @@ async function shownImages(text, encoded) {
 function decide(message, number, answer, tool) {
   if (jobs.has(chat.id)) return;
   const key = callKey(message, number);
-  if (answer === "chat") chat.toolbox.allowed.push(tool.mark);
+  if (answer === "chat") changeTools({allowed: [...chat.toolbox.allowed, tool.mark]});
   decisions.set(key, {...decisions.get(key), answer, mark: tool.mark});
   resume(message);
 }
@@ -208,16 +208,18 @@ async function giveResult(message, number, result) {
 // -- The dialog of tools ------------------------------------------------------------------------------------------------------
 
 async function openTools() {
+  $("tools-default").checked = false;
   showTools();
   $("tools").showModal();
   await loadTools(chat, true);
 }
 
 function showTools() {
-  const {folders, tools, summary, warnings, why} = toolsOf(chat), {folder, off, allowed, instructions} = chat.toolbox;
+  const {folders, tools, summary, warnings, why, has_servers: hasServers} = toolsOf(chat), {folder, off, allowed, instructions} = chat.toolbox;
   const select = $("tools-folder").querySelector("select");
   $("tools-folder").hidden = !folders.length;
   select.replaceChildren(...["", ...folders].map(name => h("option", {value: name, selected: name === folder}, name || "none")));
+  $("restart-tools").hidden = !hasServers;
   $("tools-instructions").hidden = !summary;
   $("tools-instructions").querySelector("input").checked = instructions;
   $("tools-instructions").querySelector("span").textContent = `Use instructions: ${summary}`;
@@ -228,6 +230,19 @@ function showTools() {
   const notes = [why, ...warnings].filter(Boolean).map(text => h("li", {class: "quiet"}, text));
   $("tool-list").replaceChildren(...rows, ...notes);
   if (!rows.length && !notes.length) $("tool-list").append(h("li", {class: "quiet"}, "No tools are on. Choose a folder, or switch tools on in the settings file of the server."));
+}
+
+// Starts the MCP servers again, on the server.
+async function restartTools() {
+  const button = $("restart-tools");
+  button.disabled = true;
+  try {
+    await server.json("page/tools/restart", {});
+    toolRequests.clear();
+    await loadTools(chat);
+    say("The MCP servers are started.");
+  } catch (error) { notice(error.message); }
+  button.disabled = false;
 }
 
 function changeTools(changes) {
@@ -249,6 +264,7 @@ function askAgain(mark) {
   showTools();
 }
 
+$("restart-tools").addEventListener("click", restartTools);
 $("open-tools").addEventListener("click", openTools);
 $("tools-folder").addEventListener("change", event => { changeTools({folder: event.target.value}); loadTools(chat, true); });
 $("tools-instructions").addEventListener("change", event => changeTools({instructions: event.target.checked}));

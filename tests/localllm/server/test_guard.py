@@ -131,7 +131,7 @@ NEEDED = {
 }  # fmt: skip
 #: Ollama's clients load a model with an empty request; the other paths neither read nor write text.
 NEED_NOTHING = {"/api/chat", "/api/generate", "/api/show", "/api/pull", "/slots/{id}", "/lora-adapters"}
-NEED_NOTHING |= {"/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}", "/unload"}
+NEED_NOTHING |= {"/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}", "/unload", "/page/tools/restart"}
 
 
 def test_every_path_is_known_to_need_a_text_or_not() -> None:

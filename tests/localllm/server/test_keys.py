@@ -33,6 +33,7 @@ ROLES = ("none", "metrics", "client", "admin")
 NEEDS_ADMIN = {
     "GET /models/catalog",
     "GET /page/tools", "POST /page/tools/preview", "POST /page/tools/call", "POST /page/tools/undo",
+    "POST /page/tools/restart",
     "POST /models/load", "POST /models/unload", "GET /unload", "POST /unload", "POST /api/v1/models/load",
     "POST /api/v1/models/unload", "POST /api/pull", "DELETE /api/delete", "POST /api/copy", "POST /api/create",
     "POST /api/push", "POST /api/blobs/{digest}", "GET /slots", "POST /slots/{id}", "POST /lora-adapters",

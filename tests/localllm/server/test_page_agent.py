@@ -276,14 +276,19 @@ def test_an_image_is_shown_and_goes_to_a_model_that_sees(page: Any) -> None:
 # -- MCP servers, hostile tools, stopping ----------------------------------------------------------------------------
 
 
-def test_a_tool_of_an_mcp_server_is_called(open_page: Open, start: Start) -> None:
+def test_a_tool_of_an_mcp_server_is_called(open_page: Open, start: Start, tmp_path: Path) -> None:
     pytest.importorskip("mcp")
-    command = [sys.executable, str(ROOT / "tests" / "helpers" / "mcp_server.py")]
-    servers = {"numbers": {"command": command}, "broken": {"command": ["no-such-program"]}}
+    program = ROOT / "tests" / "helpers" / "mcp_server.py"
+    commands = {"numbers": [sys.executable, str(program)], "late": [sys.executable, str(tmp_path / "late.py")]}
+    servers = {name: {"command": command} for name, command in commands.items()}
     page = open_page(start(Toolbox({"servers": servers})))
     page.click("#open-tools")
     page.locator("#tool-list", has_text="Adds two numbers.").wait_for()
-    page.locator("#tool-list", has_text="the MCP server 'broken': ").wait_for()
+    page.locator("#tool-list", has_text="the MCP server 'late': ").wait_for()
+    (tmp_path / "late.py").write_text(program.read_text("utf-8"), "utf-8")
+    page.get_by_role("button", name="Restart the MCP servers").click()
+    page.locator("#tool-list", has_text="late__add").wait_for()
+    assert "the MCP server" not in page.locator("#tool-list").inner_text()
     page.keyboard.press("Escape")
     ask(page, "add")
     allow(page)
@@ -351,6 +356,23 @@ def test_a_tool_is_stopped_and_the_chat_continues(open_page: Open, start: Start)
     page.locator(".call", has_text="(stopped by the user)").wait_for()
     page.get_by_label("Continue").click()
     page.get_by_text("The result is: (stopped by the user)").wait_for()
+
+
+def test_a_permission_is_taken_back_in_another_tab(open_page: Open, start: Start) -> None:
+    page = open_page(start(_Slow()))
+    ask(page, "wait")
+    allow(page, "Always in this chat")
+    page.locator(".call", has_text="Running").wait_for()
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.get_by_text("Tool slow").wait_for()
+    other.click("#open-tools")
+    other.get_by_label("Ask again before slow").click()
+    other.get_by_label("Ask again before slow").wait_for(state="detached")
+    page.wait_for_function("() => !chat.toolbox.allowed.length")
+    page.keyboard.press("Escape")
+    page.locator(".call", has_text="(stopped by the user)").wait_for()
+    other.wait_for_function("async () => !(await storage.load(chat.id)).toolbox.allowed.length")
 
 
 # -- Switches --------------------------------------------------------------------------------------------------------

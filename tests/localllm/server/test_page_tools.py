@@ -28,6 +28,7 @@ ROUTES = {
     "/page/tools/preview": {"name": "read_file", "mark": "", "arguments": "{}"},
     "/page/tools/call": {"name": "read_file", "mark": "", "arguments": "{}"},
     "/page/tools/undo": {"id": "a"},
+    "/page/tools/restart": {},
 }
 
 
