@@ -162,7 +162,7 @@ const shownArguments = call => visible(/\d{16}/.test(call.arguments) ? call.argu
 function callElement(message, call, number, open) {
   const name = `Tool ${visible(call.name)}`, json = codeBlock(shownArguments(call), "json"), change = call.change && codeBlock(visible(call.change), "diff");
   if (isPending(call)) {
-    const element = h("div", {class: "call"}, h("p", {class: "name"}, name), change, change ? h("details", {}, h("summary", {}, "Arguments"), json) : json);
+    const element = h("div", {class: "call pending"}, h("p", {class: "name"}, name), change, change ? h("details", {}, h("summary", {}, "Arguments"), json) : json);
     if (message.state !== "streaming") element.append(pendingElement(message, call, number));
     return element;
   }
