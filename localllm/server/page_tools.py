@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import ipaddress
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from localllm.agent_tools.tool import MAX_RESULT, AgentTool, FileEdit, IsStopped
 from localllm.agent_tools.toolbox import Toolbox
 from localllm.errors import UsageError
 from localllm.nesting import MAX_CALL_NESTING, parse_json
-from localllm.server.http import HTTPError, is_localhost
+from localllm.server.http import HTTPError
 from localllm.server.keys import CURRENT, is_admin
 
 #: Header of the page's key.
@@ -57,7 +58,7 @@ class PageTools:
             if CURRENT.get() is None or not is_admin():
                 raise HTTPError(403, "tools of the page need an administrator's key: use a key file (--keys)")
             return
-        if request.client is None or not is_localhost(request.client.host):
+        if request.client is None or not _is_loopback(request.client.host):
             raise HTTPError(403, "the page has tools only on the machine of the server: open the page there")
         sent = request.headers.get(KEY_HEADER, "")
         if not hmac.compare_digest(sent.encode("latin-1"), self.key.encode()):
@@ -152,6 +153,13 @@ class PageTools:
         if folder and folder not in self.folders:
             raise HTTPError(404, f"the page has no folder {folder!r:.80}: choose another in the settings of the chat")
         return read_instructions(self.folders.get(folder), self.toolbox.skills)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a client of a Unix socket, or a name that a proxy has sent
+        return False
 
 
 def _digest(change: str) -> str:

@@ -123,7 +123,15 @@ def test_with_a_key_file_tools_need_an_administrator(tmp_path: Path, folder: Pat
 
 @pytest.mark.parametrize(
     ("address", "is_allowed"),
-    [("127.0.0.1", True), ("::1", True), ("192.168.1.5", False), ("203.0.113.9", False), ("", False), (None, False)],
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("192.168.1.5", False),
+        ("203.0.113.9", False),
+        ("a.localhost", False),
+        ("", False),
+        (None, False),
+    ],
 )
 def test_the_page_s_key_is_used_on_this_machine(tools: PageTools, address: str | None, is_allowed: bool) -> None:
     client = None if address is None else SimpleNamespace(host=address)
