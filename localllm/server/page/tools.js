@@ -108,12 +108,19 @@ async function runCall(job, message, number, tool) {
   return true;
 }
 
-// Whether the user has allowed a tool in a chat.  After the maximum number of rounds, the user is asked again.
-function isAllowed(which, message, tool) {
+// Number of replies with calls since the user's last message, up to a reply.
+function roundsOf(which, message) {
   const path = which.path(message.id), start = path.findLastIndex(each => each.role === "user");
-  const n = path.slice(start + 1).filter(each => each.calls).length, {rounds} = toolsOf(which);
-  return which.toolbox.allowed.includes(tool.mark) && (n <= rounds || (n - 1) % rounds > 0);
+  return path.slice(start + 1).filter(each => each.calls).length;
 }
+
+// Whether a reply has a call after the maximum number of rounds: the user is then asked again.
+function isLate(which, message) {
+  const n = roundsOf(which, message), {rounds} = toolsOf(which);
+  return n > rounds && (n - 1) % rounds === 0;
+}
+
+const isAllowed = (which, message, tool) => which.toolbox.allowed.includes(tool.mark) && !isLate(which, message);
 
 // The text of a result, and its images, encoded again by the browser.
 async function shownImages(text, encoded) {
@@ -191,8 +198,9 @@ function pendingElement(message, call, number) {
   if (tool.is_editor && decisions.get(callKey(message, number))?.digest === undefined)
     return h("button", {class: "primary", type: "button", onclick: () => resume(message)}, "Show the change");
   const button = (answer, label, more = {}) => h("button", {type: "button", onclick: () => decide(message, number, answer, tool), ...more}, label);
+  const late = isLate(chat, message) && quiet(`The model has used tools in ${roundsOf(chat, message) - 1} replies.`);
   return h("div", {class: "choices", role: "group", "aria-label": `May the model use ${call.name}?`},
-    button("once", "Allow once", {class: "primary"}), button("chat", "Always in this chat"), button("no", "Deny"));
+    late, button("once", "Allow once", {class: "primary"}), button("chat", "Always in this chat"), button("no", "Deny"));
 }
 
 function typedResult(message, call, number) {

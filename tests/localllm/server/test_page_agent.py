@@ -196,6 +196,7 @@ def test_after_many_rounds_the_user_is_asked_again(open_page: Open, start: Start
     ask(page, "loop")
     allow(page, "Always in this chat")
     page.get_by_role("group", name="May the model use read_file?").wait_for()
+    page.get_by_text("The model has used tools in 2 replies.").wait_for()
     assert page.locator(".call").count() == 3
     allow(page)
     page.locator(".call").nth(4).wait_for()
