@@ -5,9 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
+
+from localllm.errors import LocalLLMError, UsageError
+
+#: Interval in seconds between checks whether a call was stopped.
+_PERIOD = 0.05
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -26,6 +31,34 @@ def in_thread(work: Callable[[], _Result], name: str | None = None, *, is_daemon
 
     threading.Thread(target=run, name=name, daemon=is_daemon).start()
     return future
+
+
+def wait_for(future: Future[_Result], seconds: float, is_stopped: Callable[[], bool]) -> _Result:
+    """Return the result of another thread. Raises UsageError if it fails, was stopped or takes too long."""
+    for _ in range(int(seconds / _PERIOD)):
+        try:
+            return future.result(_PERIOD)
+        except CancelledError:
+            raise UsageError("the server has ended") from None
+        except TimeoutError:
+            if future.done():  # TimeoutError of the function itself
+                raise UsageError("it takes too long") from None
+            if is_stopped():
+                future.cancel()
+                raise UsageError("stopped") from None
+        except LocalLLMError:
+            raise
+        except Exception as error:  # the function may raise any exception
+            raise UsageError(reason_of(error)) from None
+    future.cancel()
+    raise UsageError("it takes too long")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the message of an error, or of the first error of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__
 
 
 def in_order(work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int) -> Iterator[_Result]:

@@ -7,13 +7,18 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import asyncio
     import subprocess
+
+#: Interval in seconds between checks whether a command must stop.
+_WATCH_SECONDS = 0.05
 
 
 def split_command(text: str) -> list[str]:
@@ -77,6 +82,40 @@ def kill_tree(process: subprocess.Popen[bytes] | asyncio.subprocess.Process) -> 
             process.kill()
         else:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def bounded_output(
+    command: str | Sequence[str], max_bytes: int, seconds: float, is_stopped: Callable[[], bool]
+) -> bytes:
+    """Run a shell command, or a program with arguments, and return the first bytes of its output and its errors.
+
+    The process and its children are ended after ``max_bytes`` or ``seconds``, or when ``is_stopped`` returns True.
+    Raises OSError or ValueError if the command cannot be started.
+    """
+    from subprocess import DEVNULL, PIPE, STDOUT, Popen
+
+    is_shell = isinstance(command, str)
+    process = Popen(command, shell=is_shell, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, **own_group())
+    assert process.stdout is not None
+    output, data = process.stdout, bytearray()
+
+    def read() -> None:
+        with output:
+            while len(data) < max_bytes and (more := os.read(output.fileno(), max_bytes - len(data))):
+                data.extend(more)
+
+    # Read in a thread: a program that has left the shell's process group may keep the output open forever.
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    end = time.monotonic() + seconds
+    try:
+        while reader.is_alive() and time.monotonic() < end and not is_stopped():
+            reader.join(_WATCH_SECONDS)
+    finally:
+        kill_tree(process)  # also after ``max_bytes``: the output may be endless
+        process.wait()
+    reader.join(_WATCH_SECONDS)
+    return bytes(data)
 
 
 def decoded(output: bytes) -> str:

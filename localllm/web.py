@@ -113,10 +113,12 @@ class _Reader(io.RawIOBase):
         super().close()
 
 
-def _connect(limits: _Limits, address: tuple[str, int], timeout: float, *options: Any) -> socket.socket:
+def _connect(
+    limits: _Limits, may_be_private: bool, address: tuple[str, int], timeout: float, *options: Any
+) -> socket.socket:
     """Resolve a name, check its addresses, and connect, because a second lookup could return another address."""
     addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
-    if not all(map(is_public, addresses)):
+    if not may_be_private and not all(map(is_public, addresses)):
         raise UsageError(f"{address[0]} is not a public host on the Internet")
     for ip in addresses[:-1]:
         with suppress(OSError):
@@ -124,12 +126,16 @@ def _connect(limits: _Limits, address: tuple[str, int], timeout: float, *options
     return socket.create_connection((addresses[-1], address[1]), min(timeout, limits.remaining()), *options)
 
 
+def _matches(host: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(host.lower(), pattern.lower()) for pattern in patterns)
+
+
 class _Web(urllib.request.HTTPSHandler):
     """Opens web pages of allowed hosts, also after redirections."""
 
-    def __init__(self, hosts: Sequence[str], limits: _Limits) -> None:
+    def __init__(self, hosts: Sequence[str], private_hosts: Sequence[str], limits: _Limits) -> None:
         super().__init__()
-        self._hosts, self._limits = hosts, limits
+        self._hosts, self._private_hosts, self._limits = hosts, private_hosts, limits
 
     def http_open(self, request: Any) -> Any:
         return self.do_open(partial(self._connection, http.client.HTTPConnection), request)
@@ -141,9 +147,10 @@ class _Web(urllib.request.HTTPSHandler):
 
     def _connection(self, connection_class: Any, *arguments: Any, **options: Any) -> Any:
         connection = connection_class(*arguments, **options)
-        if not any(fnmatchcase(connection.host.lower(), host.lower()) for host in self._hosts):
+        if not _matches(connection.host, self._hosts):
             raise UsageError(f"{connection.host} is not an allowed host")
-        connection._create_connection = partial(_connect, self._limits)
+        may_be_private = _matches(connection.host, self._private_hosts)
+        connection._create_connection = partial(_connect, self._limits, may_be_private)
         connection.response_class = self._response
         return connection
 
@@ -158,6 +165,7 @@ def fetch(
     max_bytes: int,
     *,
     hosts: Sequence[str] = ("*",),
+    private_hosts: Sequence[str] = (),
     is_stopped: Callable[[], bool] = lambda: False,
     seconds: float = MAX_SECONDS,
 ) -> Page:
@@ -167,6 +175,7 @@ def fetch(
         address: an address on the web.
         max_bytes: maximum number of bytes to read.
         hosts: allowed hosts, also of redirections; "*.example.org" allows all its subdomains.
+        private_hosts: hosts whose addresses may be private, in the same form.
         is_stopped: returns whether to cancel the download.
         seconds: maximum seconds of the download.
 
@@ -178,7 +187,7 @@ def fetch(
         raise UsageError("it is not the address of a web page")
     limits = _Limits(seconds, is_stopped)
     opener = urllib.request.OpenerDirector()
-    for handler in (_Web(hosts, limits), *(handler() for handler in _HANDLERS)):
+    for handler in (_Web(hosts, private_hosts, limits), *(handler() for handler in _HANDLERS)):
         opener.add_handler(handler)
     request = urllib.request.Request(address, headers={"User-Agent": "localllm"})
     data = b""

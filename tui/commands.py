@@ -586,6 +586,22 @@ def filled(prompt: str, argument: str) -> str:
 # -- Tools -----------------------------------------------------------------------------------------------------------
 
 
+async def _folder(session: ChatSession, ui: UI, argument: str) -> None:
+    await ui.tell(await ui.call(folder_text, session, argument))
+
+
+def folder_text(session: ChatSession, argument: str) -> str:
+    """Choose the working folder, or describe it."""
+    if argument:
+        value = "default" if argument == "none" else argument
+        session.set_options(chat_settings.with_setting(session.conversation.settings, "folder", value))
+    folder, project = session.folder, session.project
+    text = "no working folder: /folder PATH lets the model read and change the files in a folder"
+    if folder is not None:
+        text = f"the model may read and change files in {folder}, with your permission"
+    return "\n".join(filter(None, (text, project.summary, *project.warnings)))
+
+
 async def _tools(session: ChatSession, ui: UI, argument: str) -> None:
     await ui.tell(await ui.until_esc("tools start", tools_text, session, argument))
 
@@ -595,14 +611,15 @@ def tools_text(session: ChatSession, argument: str, is_stopped: Callable[[], boo
     toolbox = session.toolbox
     if argument:
         toolbox.change(argument)
-    tools = toolbox.tools(is_stopped)
+    tools = [*toolbox.tools(is_stopped, session.folder).values(), *session.project.tools]
     lines = [
         f"{tool.name:<24} {'always allowed' if toolbox.is_allowed(tool) else 'asks first'}: "
         f"{shortened(tool.description, 60)}"
-        for tool in tools.values()
+        for tool in tools
     ]
     return "\n".join([*lines, *toolbox.take_warnings()]) or (
-        "no tools: /tools read FOLDER, /tools run on, /tools fetch on and /tools add NAME COMMAND switch some on"
+        "no tools: /folder PATH, /tools read FOLDER, /tools run IMAGE, /tools fetch on, /tools search ADDRESS and "
+        "/tools add NAME COMMAND switch some on"
     )
 
 
@@ -656,7 +673,11 @@ COMMANDS = [
     SlashCommand("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
     SlashCommand("run", "COMMAND", "insert the output of a shell command into the message; short form: !COMMAND",
                  _run),
-    SlashCommand("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
+    SlashCommand("folder", "[PATH|none]", "let the model read and change the files in a folder", _folder,
+                 title="Working folder"),
+    SlashCommand("undo", "", "take back the last edit of a file by the model",
+                 _telling(lambda session, _: session.undo()), title="Undo the last edit of a file"),
+    SlashCommand("tools", "[read FOLDER|run IMAGE|fetch on|add NAME COMMAND|…]",
                  "list the tools that the model may call, or switch them on", _tools, title="Tools"),
     SlashCommand("allow", "[no|once|chat|always]", "answer a request to use a tool", None, (), "Allow a tool", "f3"),
     SlashCommand("answer", "", "end the thinking of the reply, and let it answer", None, (), "Answer now", "f8"),

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from localllm.agent_tools.toolbox import Permission
 from localllm.console import StatusLine, is_terminal, say, warn
 from localllm.errors import ContextLengthError, LocalLLMError, UsageError
 from localllm.files import create_private
@@ -30,7 +31,6 @@ from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.chat.events import Choice, Event, Turn
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.chat.tools import Permission
 from localllm.tui.text import escape_controls, spelled_out
 
 BLOCK = '"""'
@@ -297,15 +297,20 @@ class LineChat(commands.UI):
             self._status.show("the model summarises the earlier messages …")
         elif isinstance(event, events.ChatWarning):
             warn(event.text)
+        elif isinstance(event, events.ChatNotice):
+            self._remark(event.text)
         elif isinstance(event, events.ToolApprovalRequest):
             printer.end()
-            self._say(spelled_out(f"the model wants to use {event.name} {event.arguments}"))
+            self._status.clear()
+            self._say(spelled_out(f"the model wants to use {event.text}"))
             answers: dict[str, Permission] = {"o": "once", "c": "chat", "a": "always"}  # no answer in a pipe
             answer = self._lines.answer("allow it? [n]o, [o]nce, in this [c]hat, [a]lways: ")
             event.answer(answers.get(answer[:1].lower(), "no"))
         elif isinstance(event, events.ToolCallsDone):
-            call = next(call for call in reversed(event.message.calls) if call.result is not None)
-            self._remark(f"{call.name} {call.arguments}: {len(call.result or ''):,} characters")
+            call = next((call for call in reversed(event.message.calls) if call.result is not None), None)
+            if call is None:  # only the diff of the first call is known
+                return
+            self._remark(f"{call.name} {call.subject}: {len(call.result or ''):,} characters")
         elif isinstance(event, events.ContextTrimmed):
             self._status.clear()
             instead = f", but this summary: {event.summary}" if event.summary else ""

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from localllm.agent_tools.toolbox import Toolbox
 from localllm.options.types import LoadProgress
 from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.events import Choice
 from localllm.tui.chat.pieces import Rank, ranked
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.chat.tools import Toolbox
 from localllm.tui.storage.chats import Store
 
 #: Loads the model with the given name, or the demo model if the name is empty. Progress is passed to a

@@ -69,11 +69,6 @@ def _spelled(match: re.Match[str]) -> str:
     return character.encode("ascii", "backslashreplace").decode() if ord(character) > 0x7F else repr(character)[1:-1]
 
 
-def storable(text: str) -> str:
-    """Return ``text`` with lone surrogates escaped. File names may contain them, but UTF-8 cannot encode them."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def _word(argument: Argument) -> str:
     """Return an argument's name for the user: settings as in /set, loading options as on the command line."""
     return argument.name if argument.name in READERS else in_flags(argument)

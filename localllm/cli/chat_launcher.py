@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 
 import localllm
+from localllm.agent_tools.toolbox import Toolbox
 from localllm.catalog.find import model_path
 from localllm.catalog.listing import demo_model, find_models, read_details
 from localllm.catalog.pull import pull
@@ -28,14 +29,13 @@ from localllm.loading.devices import gpu_memory
 from localllm.loading.load import check_file
 from localllm.loading.progress import LoadPlan
 from localllm.options.declared import CheckedOptions
-from localllm.options.settings import Settings
+from localllm.options.settings import Settings, skills_folder
 from localllm.options.types import LoadProgress
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.pieces import ranked, ranked_by_vectors
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.chat.tools import Toolbox
 from localllm.tui.line_mode import InputReader, LineChat
 from localllm.tui.setup import ModelEntry, Offer, Setup
 from localllm.tui.storage.chats import Store, default_path
@@ -78,6 +78,8 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
     elif is_new:
         conversation.system = defaults.system_prompt or ""
     conversation.settings = {**conversation.settings, **settings}
+    if arguments.folder is not None:
+        conversation.settings = chat_settings.with_setting(conversation.settings, "folder", arguments.folder)
     if not is_new:
         c = conversation
         store.set(c.id, model=c.model, system=c.system, settings=c.settings)
@@ -122,7 +124,7 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
         question=question,
         keys=defaults.keys,
         rank=ranked if defaults.embedding_model is None else ranked_by_vectors(embed),
-        toolbox=Toolbox(defaults.tools, next_to_chats("allowed-tools")),
+        toolbox=Toolbox(defaults.tools, next_to_chats("allowed-tools"), skills_folder()),
     )
 
 
@@ -301,6 +303,7 @@ def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[s
     CheckedOptions.of(values)  # raises errors before the model is loaded
     values["stop"] = list(values["stop"])
     unset: dict[str, Any] = {"stop": [], "logit_bias": {}, "ignore_eos": False, "max_tokens": None}
+    unset["reasoning_budget"] = None
     values = {name: value for name, value in values.items() if name not in unset or value != unset[name]}
     stored = {name: value for name, value in values.items() if name in chat_settings.READERS}
     if arguments.prefix:

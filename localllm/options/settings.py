@@ -38,7 +38,7 @@ CONFIG_VARIABLE = "LOCALLLM_CONFIG"
 #: The table of sampling settings.
 SAMPLING = "sampling"
 
-#: The table of the chat's tools, which `localllm.tui.chat.tools` parses.
+#: The table of the chat's tools, which `localllm.agent_tools.toolbox` parses.
 TOOLS = "tools"
 
 #: The table of the chat's keys, whose names are in `localllm.tui.commands`.
@@ -88,6 +88,12 @@ def settings_path() -> Path | None:
         return user_config_path("localllm", appauthor=False) / "config.toml"
     except RuntimeError:  # no variable names a home, and the system does not know the user
         return None
+
+
+def skills_folder() -> Path | None:
+    """Return the user's folder of skills, next to the settings file; None without a home folder."""
+    settings = settings_path()
+    return None if settings is None else settings.with_name("skills")
 
 
 def load_settings(path: Path | None = None) -> Settings:

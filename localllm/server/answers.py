@@ -54,6 +54,9 @@ class LoraScale(msgspec.Struct):
 #: Options that requests cannot set, or set by fields of another form.
 _NOT_FIELDS = ("logprobs", "overflow", "speculate", "draft_max", "draft_always")
 
+#: Options that `localllm.server.dispatcher.Dispatcher` converts, with the model, before they are checked.
+_CONVERTED = ("adapters", "steer", "logit_bias")
+
 #: The other options of `localllm.options.declared`, as fields of requests.  An API may rename a field.
 _OPTIONS = [
     (name, option.kind.json | None, None)
@@ -272,6 +275,10 @@ class GenerationJob:
         variables: dict[str, Any] = llm.template_variables | checked_variables(self.variables)
         return llm.chat_template.render(messages, tools=tools, **variables)
 
+    def check_options(self) -> None:
+        """Check the options of a job that generates nothing.  Raises UsageError."""
+        CheckedOptions.of({name: value for name, value in self.options.items() if name not in _CONVERTED})
+
     def rendered(self, llm: LLM) -> str:
         """Return the prompt of a chat."""
         arguments = self.chat_arguments(llm)
@@ -343,6 +350,7 @@ class PendingReplies:
     llm: LLM
     streams: list[Stream]  # one per reply
     on_close: Callable[[PendingReplies], object] | None
+    client: str  # id of the client that sent the request; see `localllm.server.http.Guard`
     started_at: float  # time of the request, by `time.perf_counter`
     load_s: float  # seconds from ``started_at`` until the model was loaded
     public_id: str = ""  # in OpenAI's chat API

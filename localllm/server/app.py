@@ -26,6 +26,7 @@ from localllm.server import (
     model_control,
     ollama,
     openai,
+    page_endpoints,
     responses,
     roles,
     transcriptions,
@@ -39,6 +40,7 @@ from localllm.server.metrics import Metrics
 from localllm.server.models import Models
 from localllm.server.monitor import Monitor, Monitoring
 from localllm.server.page import page
+from localllm.server.page_tools import PageTools, ToolCallRequest
 from localllm.server.response_store import ResponseStore
 from localllm.version import __version__
 
@@ -77,6 +79,11 @@ async def _left_out(request: Request, dispatcher: Dispatcher) -> Response:
 _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/",), _root, None),
     ("GET", ("/openapi.json",), _openapi, None),
+    ("GET", ("/page/tools",), page_endpoints.page_tools, None),
+    ("POST", ("/page/tools/preview",), page_endpoints.page_tool_preview, ToolCallRequest),
+    ("POST", ("/page/tools/call",), page_endpoints.page_tool_call, ToolCallRequest),
+    ("POST", ("/page/tools/restart",), page_endpoints.page_tool_restart, None),
+    ("POST", ("/page/tools/undo",), page_endpoints.page_tool_undo, page_endpoints.UndoRequest),
     ("GET", ("/v1/models", "/models"), openai.models, None),
     ("GET", ("/models/sse",), model_control.events, None),
     ("GET", ("/models/catalog",), downloads.catalog, None),
@@ -193,6 +200,7 @@ class App:
     has_slots: bool = True  # whether ``/slots`` answers
     monitoring: Monitoring = field(default_factory=Monitoring)  # metrics, logs and traces
     may_pull: bool = False  # whether requests may download and delete models
+    page_tools: PageTools | None = None  # tools that the page may call
     dispatcher: Dispatcher = field(init=False)  # submits requests to the models
     routes: Sequence[Route] = field(init=False)  # all endpoints
     asgi: ASGIApp = field(init=False)  # the application for a server such as uvicorn
@@ -203,7 +211,7 @@ class App:
         self.models.describe = llamacpp.described
         metrics = Metrics(self.models, per_key=self.monitoring.metrics_per_key)
         self.dispatcher = Dispatcher(self.models, ResponseStore(self.responses_folder), metrics)
-        self.dispatcher.may_pull = self.may_pull
+        self.dispatcher.may_pull, self.dispatcher.page_tools = self.may_pull, self.page_tools
         paths: dict[str, _Path] = {}
         for method, names, endpoint, body_type in _ENDPOINTS:
             for name in names:
@@ -228,6 +236,8 @@ class App:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.dispatcher.stop(at_once=True)
             await self.models.close()
+            if self.page_tools is not None:
+                await asyncio.to_thread(self.page_tools.close)
             self.dispatcher.close()
 
     async def _load_first(self) -> None:

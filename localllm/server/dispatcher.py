@@ -33,6 +33,7 @@ from localllm.server.http import HTTPError, cancel_on_disconnect
 from localllm.server.keys import charge
 from localllm.server.metrics import Metrics
 from localllm.server.models import Models, ServedModel
+from localllm.server.page_tools import PageTools
 from localllm.server.records import note
 from localllm.server.response_store import ResponseStore
 
@@ -80,12 +81,14 @@ class Dispatcher:
         self.is_stopping = False  # new requests are rejected
         self.is_cut = False  # running replies were ended
         self.may_pull = False  # whether requests may download and delete models
+        self.page_tools: PageTools | None = None  # tools that the page may call
         # Tokenizing a prompt and rendering a template must not block the event loop.  Longer work, such as embedding
         # many texts, has separate threads, so that chats do not wait for it.  Long requests have only two threads,
         # because more threads would compete with the decoding threads for the cores.
-        sizes = {"prompt": 4, "model": 4, "long": 2, "body": 1, "reply": 4}
+        sizes = {"prompt": 4, "model": 4, "long": 2, "body": 1, "reply": 4, "tool": 4}
         self._pools = [ThreadPoolExecutor(n, f"localllm-{name}") for name, n in sizes.items()]
-        self._threads, self._model_threads, self._long_threads, self._body_thread, self._reply_threads = self._pools
+        self._threads, self._model_threads, self._long_threads, self._body_thread = self._pools[:4]
+        self._reply_threads, self._tool_threads = self._pools[4:]
         # Running work, and whether it may finish when the server stops
         self._works: dict[asyncio.Future[Any], bool] = {}
 
@@ -120,7 +123,7 @@ class Dispatcher:
             self.models.release(served)
             raise
         note(llm=llm, streams=streams, n=job.n, is_streamed=job.stream)
-        pending = PendingReplies(job, served, llm, streams, self._end, began, load_s)
+        pending = PendingReplies(job, served, llm, streams, self._end, client, began, load_s)
         self.active[pending.number] = pending
         return pending
 
@@ -155,6 +158,14 @@ class Dispatcher:
     async def read_body(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
         """Call ``work`` with a long body in another thread, which reads one body at a time."""
         return await self._run(request, self._body_thread, work, *args)
+
+    async def run_tool(self, request: Request, work: Callable[[Callable[[], bool]], _T]) -> _T:
+        """Call ``work`` in another thread, with a function that returns whether the request was cancelled."""
+        is_over = threading.Event()
+        try:
+            return await self._run(request, self._tool_threads, work, is_over.is_set)
+        finally:
+            is_over.set()
 
     def _threads_for(self, request: Request, threads: ThreadPoolExecutor) -> ThreadPoolExecutor:
         return self._long_threads if request.state.is_slow else threads

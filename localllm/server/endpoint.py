@@ -116,6 +116,7 @@ async def _lines(dispatcher: Dispatcher, writer: ReplyWriter[Any], path: str) ->
 async def n_input_tokens(
     request: Request, dispatcher: Dispatcher, body: _Body, read: Callable[[_Body], GenerationJob]
 ) -> int:
-    """Return the number of prompt tokens of a chat."""
+    """Return the number of prompt tokens of a chat.  Raises UsageError for options that a reply would refuse."""
     job = await dispatcher.read(request, read, body)
+    job.check_options()
     return len(await dispatcher.with_chat(request, job, GenerationJob.prompt_ids))

@@ -366,7 +366,7 @@ class Guard:
         host = headers.get("host", "")
         name = urlsplit(f"//{host}").hostname or "" if _is_host(host) else ""
         is_local = name.endswith(".local") and "*.local" in self._hosts
-        if name not in self._hosts and not is_local and not _is_localhost(name) and not _is_address(name):
+        if name not in self._hosts and not is_local and not is_localhost(name) and not _is_address(name):
             raise HTTPError(403, f"the Host {host!r:.80} is not this server's: name it with --allow-host")
         origin = headers.get("origin")
         if origin is not None and not self._allows(origin) and origin.lower().partition("//")[2] != host.lower():
@@ -379,7 +379,7 @@ class Guard:
             return False
         url = urlsplit(origin)
         # Pages from this machine and windows of desktop programs are always allowed.
-        is_own = url.scheme in ("http", "https") and _is_localhost(url.hostname or "")
+        is_own = url.scheme in ("http", "https") and is_localhost(url.hostname or "")
         return is_own or url.scheme in _DESKTOP
 
     def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
@@ -470,7 +470,7 @@ def _is_host(host: str) -> bool:
     return not set(host) & set("/?#@\\")
 
 
-def _is_localhost(name: str) -> bool:
+def is_localhost(name: str) -> bool:
     """Return whether a host is this machine: browsers resolve every name below localhost to it (RFC 6761)."""
     return f".{name}".endswith(".localhost") or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
 

@@ -36,12 +36,15 @@ def lan_address() -> str | None:
     )
 
 
-def lan_key() -> str:
-    """Return the key of this user's servers.  The key is stored, so devices stay connected after a restart."""
+def stored_key(name: str, advice: str) -> str:
+    """Return the key of this user's servers in the file ``name``.  Devices thus stay connected after a restart.
+
+    Raises UsageError with ``advice`` if the key cannot be stored.
+    """
     settings = settings_path()
     if settings is None:
         return secrets.token_urlsafe(12)
-    path = settings.parent / "lan-key"
+    path = settings.parent / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -54,7 +57,7 @@ def lan_key() -> str:
         raise ValueError("it is empty")
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"the key in {path_text(path)} cannot be kept ({error}): remove the file, or give --api-key KEY"
+            f"the key in {path_text(path)} cannot be kept ({error}): remove the file, or {advice}"
         ) from None
 
 

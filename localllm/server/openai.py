@@ -277,10 +277,11 @@ class ControlRequest(msgspec.Struct):
 
 
 async def control(request: Request, dispatcher: Dispatcher, body: ControlRequest) -> Response:
-    """Act on a running chat completion, as in llama.cpp: ``reasoning_end`` ends its reasoning."""
+    """Act on a running chat completion of the same client, as in llama.cpp: ``reasoning_end`` ends its reasoning."""
     if body.action != "reasoning_end":
         raise HTTPError(400, f"action is {body.action!r:.40}, but must be reasoning_end")
-    pending = next((each for each in dispatcher.active.values() if each.public_id == body.id), None)
+    running = (pending for pending in dispatcher.active.values() if pending.client == request.state.client)
+    pending = next((pending for pending in running if pending.public_id == body.id), None)
     if pending is None:
         return json_response({"success": False, "message": "no running completion has this id"})
     for stream in pending.streams:

@@ -82,6 +82,11 @@ _ROUTES = {
     """,
     ADMIN: """
         GET /models/catalog
+        GET /page/tools
+        POST /page/tools/preview
+        POST /page/tools/call
+        POST /page/tools/restart
+        POST /page/tools/undo
         POST /models/load
         POST /models/unload
         GET /unload

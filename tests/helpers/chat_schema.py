@@ -28,6 +28,8 @@ _OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "stop": {"type": "array", "items": {"type": "string", "minLength": 1}},
     "ignore_eos": {"type": "boolean"},
     "thinking": {"type": "boolean"},
+    "reasoning_budget": {"type": "integer", "minimum": -1},
+    "reasoning_effort": {"type": "string"},
     "reply_prefix": {"type": "string"},
     "json_schema": {"type": "object"},
     "mirostat": {"enum": [0, 2]},
@@ -60,6 +62,8 @@ def _plain(schema: Any) -> Any:
 def _settings() -> dict[str, Any]:
     options, schemas = declared(Sampling), {}
     for name in chat_settings.READERS:
+        if name in chat_settings.LOCAL:
+            continue
         schema = _OTHER_SETTINGS.get(name) or _number(options[name].kind)
         nullable = {"anyOf": [{"type": "null"}, schema]}
         schemas[name] = nullable if name in chat_settings.NULLABLE else schema

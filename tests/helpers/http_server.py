@@ -22,6 +22,7 @@ from localllm.server.app import App
 from localllm.server.http import Limits
 from localllm.server.models import Loader, Models
 from localllm.server.monitor import Monitoring
+from localllm.server.page_tools import PageTools
 from localllm.server.sockets import listen
 from localllm.server.uvicorn_server import Server
 
@@ -156,11 +157,13 @@ def serving(
     listening: AbstractContextManager[socket.socket] | None = None,
     monitoring: Monitoring | None = None,
     may_pull: bool = False,
+    page_tools: PageTools | None = None,
     **options: Any,
 ) -> Iterator[Serving]:
     models = Models(sources or dict.fromkeys(names), load, **options)
     limits, monitoring = limits or Limits(), monitoring or Monitoring()
-    app = App(models, limits, responses_folder, loads_first, monitoring=monitoring, may_pull=may_pull)
+    given = {"monitoring": monitoring, "may_pull": may_pull, "page_tools": page_tools}
+    app = App(models, limits, responses_folder, loads_first, **given)
     server = Server(app, grace_s=grace_s, trusted_proxies=trusted_proxies)
     with listening or listen("127.0.0.1", 0) as opened:
         address = opened.getsockname()  # a string for a Unix socket

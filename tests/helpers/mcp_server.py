@@ -1,10 +1,11 @@
-"""An MCP server of the official package over stdio: it adds numbers, with an optional delay."""
+"""An MCP server of the official package over stdio: it adds numbers, with an optional delay, and returns an image."""
 
 from __future__ import annotations
 
 import time
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Image
 
 server = MCPServer("numbers")
 
@@ -20,6 +21,12 @@ def sleep(seconds: float) -> str:
     """Sleeps."""
     time.sleep(seconds)
     return "slept"
+
+
+@server.tool()
+def dot() -> Image:
+    """Draws a dot."""
+    return Image(data=b"pixels", format="png")
 
 
 if __name__ == "__main__":

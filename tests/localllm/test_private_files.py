@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from localllm.agent_tools.tool import AgentTool
+from localllm.agent_tools.toolbox import Toolbox
 from localllm.engine import saved_prompts
 from localllm.files import NewFile, create_private, private_folder, private_opener
 from localllm.server.response_store import ResponseStore, StoredResponse
-from localllm.tui.chat.tools import ChatTool, Toolbox
 from localllm.tui.storage.chats import Store
 from localllm.tui.storage.prompt_history import PromptHistory, _rewrite
 
@@ -63,7 +64,7 @@ def test_chats_histories_responses_and_permissions_are_private(tmp_path: Path) -
     assert history.path is not None
     _rewrite(history.path, ["hello"], history.path.stat().st_size)
     ResponseStore(tmp_path / "responses").put("resp_" + "0" * 32, StoredResponse("", [], {}))
-    Toolbox({}, tmp_path / "allowed").allow(ChatTool("a", "", {}, lambda arguments, is_stopped: ""))
+    Toolbox({}, tmp_path / "allowed").allow(AgentTool("a", "", {}, lambda arguments, is_stopped: ""))
     create_private(tmp_path / "created")
     with open(tmp_path / "opened", "w", encoding="utf-8", opener=private_opener):
         pass

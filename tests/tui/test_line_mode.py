@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from localllm.agent_tools.toolbox import Toolbox
 from localllm.errors import ContextLengthError, DeviceLostError, UsageError
 from localllm.tui.chat.events import Delta, Event, Turn
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.chat.tools import Toolbox
 from localllm.tui.line_mode import InputReader, LineChat
 from localllm.tui.storage.chats import Store
 from tests.helpers.command_line import Outcome, Process, environment, on_terminal, run_main, run_process
@@ -174,35 +174,51 @@ def test_a_message_that_is_too_long(give: Give, store: Store, capfd: pytest.Capt
     assert [m.text for m in plain.session.conversation.path()] == ["hi", "ok", "you", "ok", "me", "ok"]
 
 
-def test_a_tool_needs_permission(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
-    call = '<tool_call>{"name": "run_command", "arguments": {"command": "echo pears"}}</tool_call>'
+def test_a_tool_needs_permission(give: Give, store: Store, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("pears")
+    call = '<tool_call>{"name": "read_file", "arguments": {"path": "a.txt"}}</tool_call>'
     give("go\no\n")
     plain = chat(store, FakeModel([call, "done"], context=10_000), interactive=True)
-    plain.session.toolbox = Toolbox({"run": True})
+    plain.session.toolbox = Toolbox({"read": str(tmp_path)})
     plain.run()
     out, err = capfd.readouterr()
     assert out == "done\n"
-    assert 'the model wants to use run_command {"command": "echo pears"}' in err
-    assert 'run_command {"command": "echo pears"}: ' in err
+    assert 'the model wants to use read_file {"path": "a.txt"}' in err
+    assert 'read_file {"path": "a.txt"}: ' in err
     assert "pears" in (plain.session.conversation.path()[1].calls[0].result or "")
     give("go\n")  # without a user to give permission, the tool does not run
     plain = chat(store, FakeModel([call, "done"], context=10_000))
-    plain.session.toolbox = Toolbox({"run": True})
+    plain.session.toolbox = Toolbox({"read": str(tmp_path)})
     plain.run()
     assert "does not allow" in (plain.session.conversation.path()[1].calls[0].result or "")
 
 
-def test_a_tool_question_shows_all_of_the_command(
-    give: Give, store: Store, capfd: pytest.CaptureFixture[str]
+def test_a_change_is_shown_before_the_question(
+    give: Give, store: Store, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    command = "echo " + "pears " * 20_000 + "\u202e\u200b\u3164; rm -r everything"
-    call = f'<tool_call>{{"name": "run_command", "arguments": {{"command": "{command}"}}}}</tool_call>'
+    (tmp_path / "a.txt").write_text("pears\n")
+    call = '{"name": "edit_file", "arguments": {"path": "a.txt", "old_text": "pears", "new_text": "figs"}}'
+    give("go\no\n/undo\n/undo\n")
+    plain = chat(store, FakeModel([f"<tool_call>{call}</tool_call>", "done"], context=10_000), interactive=True)
+    plain.session.set_options({"folder": str(tmp_path)})
+    plain.run()
+    err = capfd.readouterr().err
+    assert "use edit_file\n--- a.txt\n+++ a.txt\n@@ -1,1 +1,1 @@\n-pears\n+figs\nallow it?" in err
+    assert "a.txt is restored\n> localllm: error: no edit can be undone" in err
+    assert (tmp_path / "a.txt").read_text() == "pears\n"
+
+
+def test_a_tool_question_shows_all_of_the_arguments(
+    give: Give, store: Store, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = "pears " * 20_000 + "\u202e\u200b\u3164; the end"
+    call = f'<tool_call>{{"name": "read_file", "arguments": {{"path": "{path}"}}}}</tool_call>'
     give("go\nn\n")
     plain = chat(store, FakeModel([call, "done"], context=1_000_000), interactive=True)
-    plain.session.toolbox = Toolbox({"run": True})
+    plain.session.toolbox = Toolbox({"read": str(tmp_path)})
     plain.run()
     question = capfd.readouterr().err.partition("allow it?")[0]
-    assert question.endswith('\\u202e\\u200b\\u3164; rm -r everything"}\n')
+    assert question.endswith('\\u202e\\u200b\\u3164; the end"}\n')
 
 
 def test_an_interrupt_ends_a_pipe_and_keeps_the_reply(give: Give, store: Store) -> None:
@@ -263,6 +279,19 @@ def run_chat(
         return run_main(capfdbinary, "chat", *arguments)
 
     return run
+
+
+def test_the_folder_is_named_on_the_command_line(
+    run_chat: Callable[..., Outcome], tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "AGENTS.md").write_text("Use tabs.")
+    outcome = run_chat(tiny, *Z, "--plain", "--folder", tmp_path / "project", stdin="/folder\n")
+    assert outcome.err.startswith(f"the model may read and change files in {(tmp_path / 'project').resolve()}")
+    assert "AGENTS.md (9 characters)" in outcome.err
+    outcome = run_chat(tiny, "--folder", tmp_path / "nowhere")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "give the path of a folder that exists" in outcome.err
 
 
 def test_from_a_pipe_and_again(run_chat: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pkgutil import iter_modules
 
 import pytest
 
+import localllm.agent_tools
 import localllm.tui.chat
 from localllm.tui import commands
 from localllm.tui.chat.attachments import Suggestion, file_completions
@@ -23,7 +24,11 @@ from tests.helpers.data import ROOT
 
 
 def test_modules_without_a_screen_do_not_import_textual() -> None:
-    names = [f"localllm.tui.chat.{module.name}" for module in iter_modules(localllm.tui.chat.__path__)]
+    names = [
+        f"{package.__name__}.{module.name}"
+        for package in (localllm.tui.chat, localllm.agent_tools)
+        for module in iter_modules(package.__path__)
+    ]
     code = (
         f"import localllm.cli.chat_launcher, {', '.join(names)}, sys; print({{'textual', 'rich'}} & set(sys.modules))"
     )

@@ -15,7 +15,7 @@ import textwrap
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,29 @@ from typing import Any
 import pytest
 
 from localllm import web
+from localllm.agent_tools import mcp_servers
+from localllm.agent_tools.tool import AgentTool, IsStopped, ToolOutput, call_tool
+from localllm.agent_tools.toolbox import Permission, Toolbox
 from localllm.errors import SettingsError, UsageError
-from localllm.tui.chat import mcp_servers
 from localllm.tui.chat.attachments import command_output
 from localllm.tui.chat.conversation import CallRecord as Called, ReplyStats
 from localllm.tui.chat.events import ChatWarning, Event, ToolApprovalRequest, Turn
 from localllm.tui.chat.export import from_json, to_json, to_markdown
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.chat.tools import ChatTool, Permission, Toolbox, result_of
 from localllm.tui.commands import tools_text
 from localllm.tui.storage.chats import Store
 from tests.helpers.chat_app import LIMIT, AppModel, chatting, setup, talk
 from tests.helpers.fake_chat import FakeModel, Reply, play
 
+
+def result_of(tool: AgentTool, arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
+    return call_tool(tool, arguments, is_stopped).text
+
+
 EVIL = "\x1b]0;title\x07\x1b[2J\u202e"
 
 
-def call(name: str, **arguments: object) -> str:
+def call(name: str, /, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -75,7 +81,8 @@ def test_a_model_reads_a_file_if_that_is_allowed(folder: Path) -> None:
     _, reply, answer = session.conversation.path()
     assert (reply.content, reply.thinking, answer.content) == ("Let me look.", "hm", "It says pears.")
     assert [(c.name, c.result) for c in reply.calls] == [("read_file", "pears")]
-    assert [tool["function"]["name"] for tool in model.asked[0].tools or ()] == ["read_file"]  # type: ignore[index]
+    names = [tool["function"]["name"] for tool in model.asked[0].tools or ()]
+    assert names == ["read_file", "search_files"]  # type: ignore[index]
     assert [message["role"] for message in model.asked[1].messages] == ["user", "assistant", "tool"]
     assert model.asked[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"path": "a.txt"}  # type: ignore[index]
     assert model.asked[1].messages[1]["reasoning_content"] == "hm"
@@ -117,7 +124,7 @@ def test_a_call_of_an_unknown_tool_is_answered(folder: Path) -> None:
     session, _ = asking(call("read_fil", path="a.txt"), "I cannot.", read=str(folder))
     play(session.send, "what is in it?")
     _, reply, answer = session.conversation.path()
-    assert [c.result for c in reply.calls] == ["There is no tool 'read_fil'. The tools are: read_file."]
+    assert [c.result for c in reply.calls] == ["There is no tool 'read_fil'. The tools are: read_file, search_files."]
     assert answer.content == "I cannot."
 
 
@@ -129,7 +136,7 @@ def test_nothing_is_switched_on_by_default() -> None:
 
 
 def test_names_that_are_not_utf8_are_shown_and_saved() -> None:
-    tool = ChatTool("list", "", {}, lambda arguments, is_stopped: "a\udcff.txt")
+    tool = AgentTool("list", "", {}, lambda arguments, is_stopped: "a\udcff.txt")
     assert result_of(tool, {}, lambda: False) == "a\\udcff.txt"
     store, conversation = Store(None), talk("a", "b")
     reply = conversation.path()[1]
@@ -138,8 +145,8 @@ def test_names_that_are_not_utf8_are_shown_and_saved() -> None:
     assert store.load(conversation.id).path()[1].calls == (Called("list", "{}", "?"),)
 
 
-def test_a_loop_of_calls_ends() -> None:
-    session, model = asking(*[call("run_command", command="true")] * 9, run=True, rounds=3)
+def test_a_loop_of_calls_ends(folder: Path) -> None:
+    session, model = asking(*[call("read_file", path=".")] * 9, read=str(folder), rounds=3)
     events = play(session.send, "go", watch=answering("chat"))
     assert len(model.asked) == 3
     assert any(isinstance(event, ChatWarning) and "3 rounds" in event.text for event in events)
@@ -147,9 +154,10 @@ def test_a_loop_of_calls_ends() -> None:
     assert len(model.asked) == 6
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no sleep")
-def test_a_turn_is_stopped_in_the_middle_of_a_call_and_of_a_question() -> None:
-    session, _ = asking(call("run_command", command="sleep 50"), call("run_command", command="true"), run=True)
+@pytest.mark.posix("needs a shell script")
+def test_a_turn_is_stopped_in_the_middle_of_a_call_and_of_a_question(podman: Path) -> None:
+    replies = call("run_command", command="sleep 50"), call("run_command", command="true")
+    session, _ = asking(*replies, run="debian")
 
     def stop_soon(event: Event, turn: Turn) -> None:
         if isinstance(event, ToolApprovalRequest):
@@ -178,7 +186,7 @@ def test_a_program_outside_the_shells_group_does_not_block() -> None:
 
 
 def test_files_outside_the_folder_are_not_read(folder: Path) -> None:
-    (tool,) = Toolbox({"read": str(folder)}).tools().values()
+    tool = Toolbox({"read": str(folder)}).tools()["read_file"]
     if hasattr(os, "symlink"):
         (folder / "link").symlink_to(folder.parent / "secret")
     for path in ("../secret", str(folder.parent / "secret"), "link", "nothing", "\0", 5):
@@ -195,10 +203,51 @@ def test_an_invalid_folder_is_reported(odd: str) -> None:
 
 def test_long_results_are_cut(folder: Path) -> None:
     (folder / "long.txt").write_text("x" * 100_000)
-    (tool,) = Toolbox({"read": str(folder)}).tools().values()
+    tool = Toolbox({"read": str(folder)}).tools()["read_file"]
     text = result_of(tool, {"path": "long.txt"}, lambda: False)
     assert len(text) < 21_000
     assert text.endswith("(cut off: it has 100,000 characters)")
+
+
+@pytest.fixture
+def podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file with the arguments of a simulated podman, which runs commands without a container."""
+    (tmp_path / "bin").mkdir()
+    arguments = tmp_path / "arguments"
+    script = f"""#!/bin/sh
+    echo "$@" >> {arguments}
+    while [ $# != 0 ] && [ "$1" != sh ]; do shift; done
+    [ $# = 0 ] || exec "$@"
+    """
+    (tmp_path / "bin" / "podman").write_text(script)
+    (tmp_path / "bin" / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return arguments
+
+
+@pytest.mark.posix("needs a shell script")
+def test_a_command_runs_in_a_container_without_a_network(podman: Path, folder: Path) -> None:
+    (folder / ".git").mkdir()
+    tool = Toolbox({"run": "debian:13"}).tools(folder=folder)["run_command"]
+    assert result_of(tool, {"command": "echo hi; exit 3"}, lambda: False) == "hi\n(exit status 3)\n"
+    start, end = podman.read_text(encoding="utf-8").splitlines()
+    assert start.startswith("run --rm --network=none --cap-drop=all ")
+    assert f"--mount=type=bind,source={folder},target=/work " in start
+    assert f"source={folder}/.git,target=/work/.git,readonly" in start
+    name = start.partition("--name=")[2].split()[0]
+    assert f"--name={name} debian:13 sh -c " in start
+    assert end == f"kill {name}"
+    alone = Toolbox({"run": "debian:13"}).tools()["run_command"]
+    assert "--mount" not in str(alone.run)
+
+
+def test_without_containers_commands_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    session, _ = asking("ok", run="debian:13")
+    events = play(session.send, "hi")
+    assert any(isinstance(event, ChatWarning) and "neither podman nor docker" in event.text for event in events)
+    with pytest.raises(UsageError, match="install one"):
+        session.toolbox.change("run debian:13")
 
 
 # IANA's registries of special-purpose addresses (iana-ipv4-special-registry, iana-ipv6-special-registry)
@@ -278,7 +327,15 @@ def test_a_page_is_fetched_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"reed": "x"}, {"run": 1}, {"rounds": 0}, {"servers": {"a b": {"url": "x"}}}, {"servers": {"a": {}}}, "x"],
+    [
+        {"reed": "x"},
+        {"run": 1},
+        {"run": True},
+        {"rounds": 0},
+        {"servers": {"a b": {"url": "x"}}},
+        {"servers": {"a": {}}},
+        "x",
+    ],
 )
 def test_wrong_settings_are_reported(settings: Any) -> None:
     with pytest.raises((SettingsError, UsageError)):
@@ -288,12 +345,13 @@ def test_wrong_settings_are_reported(settings: Any) -> None:
 def test_tools_are_switched_on_by_a_command(folder: Path) -> None:
     session, _ = asking()
     assert "no tools" in tools_text(session, "")
-    for argument in (f"read {folder}", "run on", "fetch on"):
+    for argument in (f"read {folder}", "fetch on", "search http://localhost:8888"):
         told = tools_text(session, argument)
-    assert [line.split()[0] for line in told.splitlines()] == ["read_file", "run_command", "fetch_page"]
-    tools_text(session, "run off")
-    assert "run_command" not in session.toolbox.tools()
-    for argument in ("x", "read /nowhere", "run maybe", "add a", "remove b", 'add a "x'):
+    names = ["read_file", "search_files", "fetch_page", "web_search"]
+    assert [line.split()[0] for line in told.splitlines()] == names
+    tools_text(session, "search off")
+    assert "web_search" not in session.toolbox.tools()
+    for argument in ("x", "read /nowhere", "run -v", "search x", "add a", "remove b", 'add a "x'):
         with pytest.raises(UsageError):
             session.toolbox.change(argument)
 
@@ -368,6 +426,7 @@ def test_the_tools_of_an_mcp_server_are_called(numbers: dict[str, object]) -> No
     threading.Timer(0.3, is_stopped.set).start()
     assert result_of(tool, {"seconds": 50}, is_stopped.is_set) == "error: stopped"
     assert "error" in result_of(toolbox.tools()["numbers__add"], {"a": "x"}, lambda: False)
+    assert call_tool(toolbox.tools()["numbers__dot"], {}, lambda: False) == ToolOutput("[image]", (b"pixels",))
     toolbox.close()
 
 

@@ -11,33 +11,27 @@ import io
 import itertools
 import os
 import re
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT
 from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from localllm import pdf
+from localllm.agent_tools.tool import storable
 from localllm.errors import UsageError
 from localllm.regular_file import read_regular
-from localllm.shell import decoded, kill_tree, own_group
+from localllm.shell import bounded_output, decoded
 from localllm.tui.chat import pieces
 from localllm.tui.chat.conversation import Attachment, ChatMessage
-from localllm.tui.text import storable
 
 #: Maximum size of a file in bytes, of a command's output in bytes, and maximum number of files per folder or pattern.
 MAX_BYTES, MAX_OUTPUT, MAX_FILES = 32 << 20, 1 << 20, 500
 #: Time limit of a shell command in seconds.
 COMMAND_SECONDS = 30.0
-#: Interval in seconds between checks whether a command must stop.
-_WATCH_SECONDS = 0.05
 
 #: File name extensions of images and of audio.
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
@@ -304,29 +298,10 @@ def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False)
     if not command:
         raise UsageError("give a command: !ls, or /run ls; !! starts a message with an exclamation mark")
     try:
-        process = subprocess.Popen(command, shell=True, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, **own_group())
+        output = bounded_output(command, MAX_OUTPUT, COMMAND_SECONDS, is_stopped)
     except (OSError, ValueError) as error:
         raise UsageError(f"{command!r} cannot be run ({error})") from None
-    assert process.stdout is not None
-    output, data = process.stdout, bytearray()
-
-    def read() -> None:
-        with output:
-            while len(data) < MAX_OUTPUT and (more := os.read(output.fileno(), MAX_OUTPUT - len(data))):
-                data.extend(more)
-
-    # Read in a thread: a program that has left the shell's process group may keep the output open forever.
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    end = time.monotonic() + COMMAND_SECONDS
-    try:
-        while reader.is_alive() and time.monotonic() < end and not is_stopped():
-            reader.join(_WATCH_SECONDS)
-    finally:
-        kill_tree(process)  # also after MAX_OUTPUT bytes: the output may be endless
-        process.wait()
-    reader.join(_WATCH_SECONDS)
-    return f"Output of `{command}`:\n\n{fenced(decoded(bytes(data)))}"
+    return f"Output of `{command}`:\n\n{fenced(decoded(output))}"
 
 
 # -- Completion of file names ----------------------------------------------------------------------------------------

@@ -134,13 +134,16 @@ def tokens_of_media(model: ChatModel, file: bytes) -> int:
     return sum(id_ < 0 for id_ in ids)
 
 
-def _calls(message: ChatMessage, content: str) -> list[Sent]:
+def _calls(message: ChatMessage, text: str) -> list[Sent]:
     """Return a reply with tool calls, including the reasoning that led to the calls, and the results of the calls."""
     calls = [{"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in message.calls]
-    reply = {"role": "assistant", "content": content, "reasoning_content": message.thinking, "tool_calls": calls}
-    results = [
-        {"role": "tool", "name": call.name, "content": call.result or "(it was not run)"} for call in message.calls
-    ]
+    reply = {"role": "assistant", "content": text, "reasoning_content": message.thinking, "tool_calls": calls}
+    results: list[Sent] = []
+    for call in message.calls:
+        content: Any = call.result or "(it was not run)"
+        if call.images:
+            content = [*map(media_part, call.images), {"type": "text", "text": content}]
+        results.append({"role": "tool", "name": call.name, "content": content})
     return [reply, *results]
 
 
@@ -160,12 +163,18 @@ class ContextTrimmer:
     """Finds the first message of a prompt that fits the context."""
 
     def __init__(
-        self, model: ChatModel, conversation: Conversation, question: str, reply_prefix: str, tools: Mapping[str, Any]
+        self,
+        model: ChatModel,
+        conversation: Conversation,
+        system: str,
+        question: str,
+        reply_prefix: str,
+        tools: Mapping[str, Any],
     ) -> None:
         """Trim for a reply to ``question``. ``reply_prefix`` is an unfinished reply; ``tools`` are model keywords."""
         self._model = model
         self._tools = tools
-        self._system = conversation.system
+        self._system = system
         self._reply_prefix = reply_prefix
         self._settings = chat_settings.generation(conversation.settings)
         self._context = model.info.context

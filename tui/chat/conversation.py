@@ -90,11 +90,22 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A tool call, with its arguments as JSON. ``result`` is None until the tool has run."""
+    """A tool call, with its arguments as JSON. ``result`` is None until the tool has run.
+
+    ``change`` is the diff of a call that changes a file. ``images`` are contents of image files in the result.
+    """
 
     name: str
     arguments: str
     result: str | None = None
+    change: str = ""
+    images: tuple[bytes, ...] = ()
+
+    @property
+    def subject(self) -> str:
+        """The path of the changed file, or the arguments of a call that changes no file."""
+        lines = self.change.split("\n", 2)  # of an imported chat, these are any lines
+        return lines[1].removeprefix("+++ ") if len(lines) > 1 else self.arguments
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from localllm.agent_tools.toolbox import Permission
 from localllm.tui.chat.conversation import ChatMessage
-from localllm.tui.chat.tools import Permission
 
 if TYPE_CHECKING:
     from localllm.generation.completion import Stream
@@ -81,12 +81,28 @@ class ChatWarning:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatNotice:
+    """Information for the user, such as which instructions the model gets."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class ToolApprovalRequest:
-    """The model requests a tool call and waits until ``answer`` is called, from any thread."""
+    """The model requests a tool call and waits until ``answer`` is called, from any thread.
+
+    ``change`` is the diff of a call that changes a file.
+    """
 
     name: str
     arguments: str
     answer: Callable[[Permission], None]
+    change: str = ""
+
+    @property
+    def text(self) -> str:
+        """The call for the user: the name and the diff, or the arguments if there is no diff."""
+        return f"{self.name}\n{self.change}" if self.change else f"{self.name} {self.arguments}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +112,7 @@ class ToolApprovalEnded:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallsDone:
-    """Some tool calls of a reply have results."""
+    """Some tool calls of a reply have results or diffs."""
 
     message: ChatMessage
 
@@ -113,6 +129,7 @@ Event = (
     | Summarising
     | ContextTrimmed
     | ChatWarning
+    | ChatNotice
 )
 
 

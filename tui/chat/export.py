@@ -57,7 +57,7 @@ def to_markdown(conversation: Conversation) -> str:
         blocks.append(message.content)
         blocks += map(_attached, message.attachments)
         for call in message.calls:
-            blocks += [f"Tool `{call.name}`:", fenced(call.arguments), fenced(call.result or "")]
+            blocks += [f"Tool `{call.name}`:", fenced(call.change or call.arguments), fenced(call.result or "")]
         if message.is_cut:
             blocks.append("*(cut off)*")
     return escape_controls("\n\n".join(blocks) + "\n")
@@ -70,6 +70,10 @@ def _attached(file: Attachment) -> str:
     return f"{'' if file.is_sound else '!'}[{name}](data:;base64,{base64.b64encode(file.picture).decode()})"
 
 
+def _portable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in chat_settings.LOCAL}
+
+
 def to_json(conversation: Conversation) -> str:
     c = conversation
     values = {
@@ -77,7 +81,7 @@ def to_json(conversation: Conversation) -> str:
         "version": VERSION,
         "title": c.title,
         "system": c.system,
-        "settings": c.settings,
+        "settings": _portable(c.settings),
         "model": c.model,
         "created": c.created,
         "updated": c.updated,
@@ -135,7 +139,7 @@ def from_json(text: str | bytes) -> Conversation:
         id=short_id(),
         title=clean_title(exported.title),
         system=exported.system,
-        settings=exported.settings or {},
+        settings=_portable(exported.settings or {}),
         model=exported.model,
         created=exported.created,
         updated=exported.updated,

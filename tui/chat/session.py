@@ -13,8 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from localllm.agent_tools.file_edits import undo_edit
+from localllm.agent_tools.instructions import ProjectInstructions, read_instructions
+from localllm.agent_tools.tool import MAX_RESULT, AgentTool, FileEdit, ToolOutput, call_tool, preview_of
+from localllm.agent_tools.toolbox import Permission, Toolbox
 from localllm.chat.calls.formats import CONTROL_TAGS
 from localllm.chat.conversation import ToolCall
 from localllm.chat.reply import ReplyParser
@@ -34,7 +39,6 @@ from localllm.tui.chat.conversation import (
 )
 from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
 from localllm.tui.chat.pieces import Rank, ranked
-from localllm.tui.chat.tools import ChatTool, Permission, Toolbox, result_of
 from localllm.tui.storage.autosave import AutoSaver
 from localllm.tui.storage.chats import Store
 from localllm.tui.text import automatic_title, clean_title, shortened
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
 
 #: Interval in seconds between checks whether a turn was stopped, while it waits for the user's permission.
 _ANSWER_SECONDS = 0.05
+#: Maximum number of edits that can be undone.
+_MAX_EDITS = 50
 
 
 class Meter(NamedTuple):
@@ -62,6 +68,14 @@ class _Full:
     choices: tuple[Choice, ...]
 
 
+class _AppliedEdit(NamedTuple):
+    """An edit, and the call that has applied it: the message's id, and the index of the call in the message."""
+
+    edit: FileEdit
+    message: str
+    call: int
+
+
 @dataclass(eq=False)
 class ChatSession:
     """One conversation, with its model or None while no model is loaded. ``turn`` is the running generation."""
@@ -75,7 +89,10 @@ class ChatSession:
 
     def __post_init__(self) -> None:
         self.turn: Turn | None = None
-        self._tools: dict[str, ChatTool] = {}
+        self._tools: dict[str, AgentTool] = {}
+        self._edits: list[_AppliedEdit] = []
+        self._project: tuple[object, ProjectInstructions] | None = None
+        self._told: ProjectInstructions | None = None
         self._allowed: set[str] = set()
         self.saver = AutoSaver(self.store, self.conversation)
         self._busy = threading.Lock()
@@ -184,8 +201,55 @@ class ChatSession:
         counted = self.live or (None if leaf is None or leaf.stats is None else self.last)
         if counted is not None:  # the last token of a full context is never cached, so cap the count
             return Meter(min(counted.total_tokens, context), context)
-        messages = whole_prompt(self.conversation.path(), self.conversation.system)
+        messages = whole_prompt(self.conversation.path(), self.system)
         return Meter(len(self.model.tokenize_chat(messages)) if messages else 0, context)
+
+    # -- The working folder ----------------------------------------------------------------------------------------
+
+    @property
+    def folder(self) -> Path | None:
+        """The working folder, resolved; None without the setting, or if the folder was removed."""
+        folder = Path(self.conversation.settings.get("folder") or "").resolve()
+        return folder if self.conversation.settings.get("folder") and folder.is_dir() else None
+
+    @property
+    def project(self) -> ProjectInstructions:
+        """AGENTS.md and skills. They are read once, because a changed system message would empty the cache."""
+        is_on = self.conversation.settings.get("instructions", True)
+        key = (self.conversation.settings.get("folder"), is_on)
+        if self._project is None or self._project[0] != key:
+            none = ProjectInstructions({}, {})
+            self._project = key, read_instructions(self.folder, self.toolbox.skills) if is_on else none
+        return self._project[1]
+
+    @property
+    def system(self) -> str:
+        """The system message: the system prompt of the chat, AGENTS.md, and the descriptions of skills."""
+        return "\n\n".join(filter(None, (self.conversation.system, self.project.system_text)))
+
+    def undo(self) -> str:
+        """Take back the last edit of a file by the model, and note this for the model. Returns a sentence about it.
+
+        Raises UsageError if there is no edit, or the file has changed since.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("a reply is in progress: stop it first")
+        try:
+            if not self._edits:
+                raise UsageError("no edit can be undone: the model has changed no file since the chat was opened")
+            edit, id_, index = self._edits[-1]
+            undo_edit(edit)
+            self._edits.pop()
+            if (message := self.conversation.get(id_)) is not None:
+                calls = list(message.calls)
+                calls[index] = replace(calls[index], result=f"{calls[index].result}\n(the user has undone this edit)")
+                self.conversation.update(id_, calls=tuple(calls))
+                self.saver.save(id_)
+        finally:
+            self._busy.release()
+        n = len(self._edits)
+        more = f"; {n} earlier edit{'s' * (n > 1)} can be undone" if n else ""
+        return f"{edit.name} is {'removed' if edit.before is None else 'restored'}{more}"
 
     # -- Properties of the conversation ------------------------------------------------------------------------------
 
@@ -312,7 +376,7 @@ class ChatSession:
             context = self._loaded().info.context
             parent = None if old is None else old.parent
             path = [] if old is not None and parent is None else self.conversation.path(parent)
-            messages = whole_prompt(path, self.conversation.system)
+            messages = whole_prompt(path, self.system)
             n_left = context - count(text) - (len(self._loaded().tokenize_chat(messages)) if messages else 0)
             return max(n_left, context // 2) - context // 4  # old turns can be dropped to make room
 
@@ -337,8 +401,7 @@ class ChatSession:
 
     def _reply(self, question: str, id_: str | None, turn: Turn) -> None:
         """Generate the reply to a message, or the rest of the reply ``id_``, and run the tools that it calls."""
-        self._tools = self.toolbox.tools(lambda: turn.is_stopped)
-        self._emit(turn, *map(events.ChatWarning, self.toolbox.take_warnings()))
+        self._start_tools(turn)
         for _ in range(self.toolbox.settings.rounds):
             reply = self._reply_once(question, id_, turn)
             if reply is None or not reply.calls:
@@ -355,28 +418,82 @@ class ChatSession:
         """Keyword arguments that pass the tools to the model."""
         return {"tools": [tool.schema for tool in self._tools.values()]} if self._tools else {}
 
+    def _start_tools(self, turn: Turn) -> None:
+        """Start the enabled tools, and notify the user once which instructions the model gets."""
+        project = self.project
+        self._tools = self.toolbox.tools(lambda: turn.is_stopped, self.folder)
+        self._tools |= {tool.name: tool for tool in project.tools}
+        warnings = self.toolbox.take_warnings()
+        if project is not self._told:
+            self._told = project
+            if self.conversation.settings.get("folder") and self.folder is None:
+                warnings.append(f"there is no folder {self.conversation.settings['folder']}: /folder chooses another")
+            warnings += project.warnings
+            if project.summary:
+                self._emit(turn, events.ChatNotice(f"{project.summary}: /set instructions off omits this"))
+        self._emit(turn, *map(events.ChatWarning, warnings))
+
     def _run_tools(self, reply: ChatMessage, turn: Turn) -> None:
         """Run the tool calls of a reply in order, if they are allowed."""
-        calls = list(reply.calls)
-        for i, call in enumerate(calls):
+        for i, call in enumerate(reply.calls):
             tool = self._tools.get(call.name)
             if tool is None:
-                result = f"There is no tool {call.name!r:.80}. The tools are: {', '.join(self._tools)}."
-            elif turn.is_stopped or not self._may_run(tool, call, turn):
-                result = "(stopped before it was run)" if turn.is_stopped else "(the user does not allow this call)"
+                names = ", ".join(self._tools)
+                output = ToolOutput(f"There is no tool {call.name!r:.80}. The tools are: {names}.")
             else:
-                result = result_of(tool, json.loads(call.arguments), lambda: turn.is_stopped)
-            calls[i] = replace(call, result=result)
-            message = self.conversation.update(reply.id, calls=tuple(calls))
-            self.saver.save(reply.id)
-            self._emit(turn, events.ToolCallsDone(message))
+                output = self._run_tool(tool, call, turn, partial(self._record, reply.id, i, turn))
+            if output.edit is not None:
+                self._edits.append(_AppliedEdit(output.edit, reply.id, i))
+                del self._edits[:-_MAX_EDITS]
+            self._record(reply.id, i, turn, result=output.text, images=output.images)
 
-    def _may_run(self, tool: ChatTool, call: CallRecord, turn: Turn) -> bool:
+    def _record(self, id_: str, index: int, turn: Turn, **changes: Any) -> None:
+        """Change a call of a message, and save and show the message."""
+        calls = list(self.conversation[id_].calls)
+        calls[index] = replace(calls[index], **changes)
+        message = self.conversation.update(id_, calls=tuple(calls))
+        self.saver.save(id_)
+        self._emit(turn, events.ToolCallsDone(message))
+
+    def _run_tool(self, tool: AgentTool, call: CallRecord, turn: Turn, record: Callable[..., None]) -> ToolOutput:
+        """Run a call if it is allowed. ``record`` shows the diff of an edit before."""
+        arguments = json.loads(call.arguments)
+        try:
+            change = "" if turn.is_stopped else preview_of(tool, arguments)
+            if change:
+                is_long = len(change) > MAX_RESULT
+                record(change=f"{change[:MAX_RESULT]}\n… {len(change):,} characters" if is_long else change)
+            if turn.is_stopped or not self._may_run(tool, call, change, turn):
+                is_stopped = turn.is_stopped
+                return ToolOutput(
+                    "(stopped before it was run)" if is_stopped else "(the user does not allow this call)"
+                )
+            if preview_of(tool, arguments) != change:
+                return ToolOutput("error: the file has changed in the meantime: read it again")
+        except UsageError as error:
+            return ToolOutput(f"error: {error}")
+        return self._acceptable(call_tool(tool, arguments, lambda: turn.is_stopped))
+
+    def _acceptable(self, output: ToolOutput) -> ToolOutput:
+        """Return an output without images that the model cannot process."""
+        model = self._loaded()
+        if not output.images:
+            return output
+        if not model.accepts_images:
+            return ToolOutput(f"{output.text}\n(the model does not accept images)")
+        try:
+            for image in output.images:
+                tokens_of_media(model, image)
+        except UsageError as error:
+            return ToolOutput(f"error: {error}")
+        return output
+
+    def _may_run(self, tool: AgentTool, call: CallRecord, change: str, turn: Turn) -> bool:
         """Return whether a call is allowed. Requests the user's permission unless an earlier one covers the call."""
         if tool.mark in self._allowed or self.toolbox.is_allowed(tool):
             return True
         answers: queue.SimpleQueue[Permission] = queue.SimpleQueue()
-        turn.asked = events.ToolApprovalRequest(call.name, call.arguments, answers.put)
+        turn.asked = events.ToolApprovalRequest(call.name, call.arguments, answers.put, change)
         self._emit(turn, turn.asked)
         answer: Permission | None = None
         while answer is None and not turn.is_stopped:
@@ -397,7 +514,7 @@ class ChatSession:
         """Generate one reply, or the rest of reply ``id_``. Returns the reply if it is complete, otherwise None."""
         model, conversation = self._loaded(), self.conversation
         params = chat_settings.generation(conversation.settings)
-        messages = whole_prompt(conversation.path(question), conversation.system)
+        messages = whole_prompt(conversation.path(question), self.system)
         prefix = params.reply_prefix if id_ is None else conversation[id_].text
         variables = params.template_variables
         n_tokens = len(
@@ -500,7 +617,7 @@ class ChatSession:
     def _trimmer(self, question: str, reply: str | None) -> ContextTrimmer:
         conversation = self.conversation
         prefix = conversation.settings.get("reply_prefix", "") if reply is None else conversation[reply].text
-        return ContextTrimmer(self._loaded(), conversation, question, prefix, self._tool_options)
+        return ContextTrimmer(self._loaded(), conversation, self.system, question, prefix, self._tool_options)
 
     def _context_full(self, question: str, reply: str | None, n_tokens: int) -> events.ContextFull:
         choices = self._trimmer(question, reply).choices()

@@ -3,9 +3,12 @@
 Settings are plain values by name. They are the options of `localllm.options.keywords.Options` that are useful in a
 chat, and
 
-    thinking      whether a model that can think first does so; without it, the chat template decides
-    reply_prefix  first text of every reply
-    json_schema   schema of every reply
+    thinking          whether a model that can think first does so; without it, the chat template decides
+    reasoning_effort  a word for the chat template of a model that supports it, such as low or high
+    reply_prefix      first text of every reply
+    json_schema       schema of every reply
+    folder            the working folder, whose files the model may change
+    instructions      whether AGENTS.md and skills are used (default: yes)
 """
 
 from __future__ import annotations
@@ -14,10 +17,18 @@ import difflib
 import json
 import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from localllm.errors import UsageError
 from localllm.options.declared import CheckedOptions, Sampling, declared
+
+#: Settings for this machine, which exported chats omit.
+LOCAL = ("folder", "instructions")
+#: Settings that are no options of `LLM.stream_chat`.
+_NOT_OPTIONS = ("thinking", "reasoning_effort", "reply_prefix", *LOCAL)
+#: Maximum characters of a reasoning effort.
+_MAX_WORD = 20
 
 _ON = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 
@@ -35,14 +46,32 @@ def _texts(text: str) -> list[str]:
     return [string.replace("\\n", "\n") for string in shlex.split(text)]
 
 
+def _word(text: str) -> str:
+    if not text.isalpha() or len(text) > _MAX_WORD:
+        raise ValueError(text)
+    return text
+
+
+def _folder(text: str) -> str:
+    """Return the absolute path of a folder, so that the chat continues in the folder from anywhere."""
+    path = Path(text).expanduser().resolve()
+    if not path.is_dir():
+        raise ValueError(text)
+    return str(path)
+
+
 def _readers() -> dict[str, Callable[[str], object]]:
     readers: dict[str, Callable[[str], object]] = {
         "max_tokens": _count,
+        "reasoning_budget": _count,
         "stop": _texts,
         "ignore_eos": _flag,
         "thinking": _flag,
+        "reasoning_effort": _word,
         "reply_prefix": str,
         "json_schema": json.loads,
+        "folder": _folder,
+        "instructions": _flag,
     }
     for name, option in declared(Sampling).items():
         if option.is_setting and option.kind.parse in (float, int):
@@ -75,9 +104,9 @@ class Generation(NamedTuple):
 
 
 def generation(settings: Mapping[str, Any]) -> Generation:
-    options = {name: value for name, value in settings.items() if name not in ("thinking", "reply_prefix")}
-    thinking = settings.get("thinking")
-    variables = {} if thinking is None else {"enable_thinking": thinking}
+    options = {name: value for name, value in settings.items() if name not in _NOT_OPTIONS}
+    names = {"enable_thinking": "thinking", "reasoning_effort": "reasoning_effort"}
+    variables = {variable: settings[name] for variable, name in names.items() if name in settings}
     return Generation(options, variables, settings.get("reply_prefix", ""))
 
 
@@ -104,7 +133,7 @@ def with_setting(settings: Mapping[str, Any], name: str, text: str) -> dict[str,
         return changed
     try:
         changed[name] = READERS[name](text)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OSError, RuntimeError):  # the last two: a folder
         raise UsageError(f"{name} cannot be {text!r}: give {_kind(name)}, or default") from None
     check(changed)
     return changed
@@ -112,7 +141,8 @@ def with_setting(settings: Mapping[str, Any], name: str, text: str) -> dict[str,
 
 def _kind(name: str) -> str:
     kinds = {float: "a number", int: "a whole number", _count: "a whole number or none", _flag: "on or off"}
-    kinds[_texts] = "strings, with closed quotation marks"
+    kinds |= {_texts: "strings, with closed quotation marks", _folder: "the path of a folder that exists"}
+    kinds[_word] = "a word such as low, medium or high"
     return "a JSON schema" if name == "json_schema" else kinds.get(READERS[name], "text")
 
 
@@ -121,7 +151,9 @@ def check(settings: Mapping[str, Any]) -> None:
     for name in settings:
         if name not in READERS:
             raise UsageError(f"there is no setting {name!r:.80}")
-    kinds = {"thinking": bool, "reply_prefix": str, "json_schema": dict, "stop": list}
+    kinds: dict[str, type] = {"json_schema": dict, "stop": list}
+    kinds |= {"thinking": bool, "instructions": bool}
+    kinds |= {"reasoning_effort": str, "reply_prefix": str, "folder": str}
     for name, value in settings.items():
         if not isinstance(value, kinds.get(name, object)) or (value is None and name not in NULLABLE):
             raise UsageError(f"{name} cannot be {value!r:.80}")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, cast
 
 from textual import getters, on
@@ -192,7 +193,8 @@ class ChatScreen(Screen[None]):
         self.refresh_bindings()
         meter = await self.app.offload(session.meter)
         if session is self.session and self.turn is None:
-            self.status.change(meter=meter, stats=session.last)
+            folder = Path(session.conversation.settings.get("folder", "")).name
+            self.status.change(meter=meter, stats=session.last, folder=folder)
         if (warning := session.saver.take_warning()) is not None:
             self.app.notify(warning, severity="warning")
 
@@ -304,6 +306,8 @@ class ChatScreen(Screen[None]):
                 await view.finish(event.message)
         elif isinstance(event, events.ChatWarning):
             self.app.notify(event.text, severity="warning")
+        elif isinstance(event, events.ChatNotice):
+            self.app.notify(event.text)
         elif isinstance(event, events.ContextFull):
             turn.full = event
 
@@ -325,6 +329,7 @@ class ChatScreen(Screen[None]):
             n_hidden = len(call) - _MAX_OF_A_CALL
             if n_hidden > 0:
                 call = f"{call[:_MAX_OF_A_CALL]}… ({n_hidden:,} more characters)"
+            call = f"{request.name} to make this change" if request.change else call
             text = f"May the model use {call}? {self.app.key_of('allow')} answers; Esc stops the reply."
         self.hint(text)
         self.draw_heading()

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from textual.message import Message
 
+from localllm.agent_tools.toolbox import Permission
 from localllm.console import quantity
 from localllm.errors import UsageError
 from localllm.tui import commands
@@ -16,7 +17,6 @@ from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.chat.events import Turn
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.chat.tools import Permission
 from localllm.tui.screens import requests
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.screens.dialogs import (
@@ -170,8 +170,7 @@ class ScreenUI(commands.UI):
             raise UsageError("no tool waits for an answer")
         if not answer:
             # The name is in the text too: a narrow screen cuts the title.
-            text = f"{request.name} {request.arguments}"
-            answer = await self._ask(Choose("May the model use this tool?", text, PERMISSIONS.items()))
+            answer = await self._ask(Choose("May the model use this tool?", request.text, PERMISSIONS.items()))
             if answer is None or turn.asked is not request:
                 return
         if answer not in PERMISSIONS:

@@ -397,6 +397,8 @@ _FIELDS = {
     **{name: (o.label, _placeholder(name, o.brief)) for name, o in declared(Sampling).items() if o.label},
     "max_tokens": ("Longest reply", "tokens; none for no limit"),
     "thinking": ("Thinking", "on or off, for models that can"),
+    "reasoning_budget": ("Reasoning tokens", "maximum number of tokens of thinking; none for no limit"),
+    "reasoning_effort": ("Reasoning effort", "low, medium or high, for models that support it"),
     "reply_prefix": ("Reply starts with", "first text of every reply"),
     "stop": ("Stop at", r"strings in quotes; \n is a line end"),
 }

@@ -20,13 +20,14 @@ from typing import Any
 import msgspec
 import psutil
 
+from localllm.agent_tools.tool import storable
 from localllm.chat.thinking import split
 from localllm.errors import StoreError
 from localllm.files import expanded
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.conversation import ChatMessage, Conversation, parsed, to_message
 from localllm.tui.storage import schema
-from localllm.tui.text import clean_title, shortened, storable
+from localllm.tui.text import clean_title, shortened
 
 #: Environment variable with the folder of the chats.
 DATA_VARIABLE = "LOCALLLM_DATA"

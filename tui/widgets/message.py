@@ -178,6 +178,7 @@ class MessageView(Vertical, can_focus=True):
         if position != self.place or position.message != self.message:
             self.place, self.message = position, position.message
             self._draw()
+            self._draw_calls()
 
     def on_mount(self) -> None:
         self._draw()
@@ -303,11 +304,26 @@ class MessageView(Vertical, can_focus=True):
 
 
 def _call(call: CallRecord) -> Collapsible:
+    """Return the section of a call. The diff of an edit is unfolded."""
     size = "…" if call.result is None else f"{len(call.result):,} characters"
-    title = escape_controls(f"{call.name} {shortened(call.arguments, _MAX_OF_A_CALL)} · {size}")
-    texts = (_beginning(call.arguments), _beginning(call.result or ""))
-    text = Content(escape_controls("\n\n".join(texts)))
-    return Collapsible(Static(text, classes="thought"), title=title.replace("[", "\\["), collapsed=True)
+    if call.change:
+        text = Content("\n").join(
+            [*map(_diff_line, _beginning(call.change).split("\n")), Content(_shown(call.result))]
+        )
+    else:
+        text = Content(f"{_shown(call.arguments)}\n\n{_shown(call.result)}")
+    title = escape_controls(f"{call.name} {shortened(call.subject, _MAX_OF_A_CALL)} · {size}")
+    is_folded = not call.change
+    return Collapsible(Static(text, classes="thought"), title=title.replace("[", "\\["), collapsed=is_folded)
+
+
+def _diff_line(line: str) -> Content:
+    colours = {"+": "$text-success", "-": "$text-error", "@": "$text-accent"}
+    return Content.styled(escape_controls(line), colours.get(line[:1], ""))
+
+
+def _shown(text: str | None) -> str:
+    return escape_controls(_beginning(text or ""))
 
 
 def _beginning(text: str) -> str:

@@ -23,7 +23,7 @@ _BAR_WIDTH = 10
 
 @dataclass(frozen=True)
 class Status:
-    """Content of the status line: activity, its progress (0 to 1), counters, and memory in bytes."""
+    """Content of the status line: activity, its progress (0 to 1), counters, memory in bytes, the working folder."""
 
     activity: str = ""
     progress: float | None = None
@@ -33,6 +33,7 @@ class Status:
     device: str = ""
     memory: int = 0
     gpu_memory: int = 0
+    folder: str = ""
 
 
 class StatusBar(Widget):
@@ -76,6 +77,8 @@ def _parts(status: Status) -> list[tuple[int, Content]]:
         items.append((4, Content(status.device)))
     elif not status.activity:
         items.append((6, Content.styled("no model: /model chooses one", "$text-warning")))
+    if status.folder:
+        items.append((5, Content(escape_controls(f"in {status.folder}"))))
     if status.memory:
         gpu = f" + {quantity(status.gpu_memory, 'B')} GPU" if status.gpu_memory else ""
         items.append((2, Content(f"{quantity(status.memory, 'B')}{gpu} in use")))

@@ -27,6 +27,7 @@ COMMAND = Command(
         flags.LORA,
         *flags.STEERING,
         "conversation",
+        flag("--folder DIR", "let the model read and change files in this folder, with your permission"),
         flag("--plain", "chat line by line instead of in the full-screen app"),
         [
             flag("--continue", "continue the last chat", dest="resume"),

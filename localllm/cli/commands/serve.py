@@ -34,7 +34,7 @@ from localllm.console import say, warn
 from localllm.errors import LocalLLMError, UsageError, path_text
 from localllm.files import expanded, private_folder, read_text
 from localllm.options.declared import CheckedOptions, LoadOptions
-from localllm.options.settings import Settings
+from localllm.options.settings import Settings, load_settings, skills_folder
 
 if TYPE_CHECKING:
     from localllm.inspection.steering import Steering
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from localllm.server.app import App
     from localllm.server.http import Limits
     from localllm.server.models import Loader, Models, Preset
+    from localllm.server.page_tools import PageTools
     from localllm.server.stats import Stats
     from localllm.server.tracing import Tracing
 
@@ -88,6 +89,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             loads_first=loads_first,
             has_slots=arguments.slots,
             may_pull=arguments.allow_pull,
+            page_tools=_page_tools(arguments, limits),
             monitoring=Monitoring(arguments.metrics_per_key, arguments.log_prompts, tracing),
         )
         # Python's default of 5 ms per thread that renders or tokenizes would delay each step several times.
@@ -292,6 +294,34 @@ def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Load
     return settings, load_model
 
 
+def _page_tools(arguments: argparse.Namespace, limits: Limits) -> PageTools | None:
+    """Return the tools of the page; None without ``--page-tools`` and ``--page-folder``.
+
+    They are the tools of the table ``[tools]`` of the settings file, and tools for the files of the folders.
+    """
+    if not arguments.page_tools and not arguments.page_folders:
+        return None
+    from localllm.agent_tools.toolbox import Toolbox
+    from localllm.server.local_network import stored_key
+    from localllm.server.page_tools import PageTools
+
+    folders: dict[str, Path] = {}
+    for given in arguments.page_folders:
+        folder = expanded(given).resolve()
+        if not folder.is_dir():
+            raise UsageError(f"--page-folder {path_text(given)} is not a folder: name a folder")
+        if folders.setdefault(folder.name or str(folder), folder) != folder:
+            raise UsageError(f"--page-folder: two folders have the name {folder.name!r:.80}: leave one out")
+    settings = load_settings()
+    if not settings.tools and not folders:
+        raise UsageError(
+            "--page-tools needs tools: add the table [tools] to the settings file, or name a folder with "
+            "--page-folder DIR"
+        )
+    key = None if limits.keys is not None else stored_key("page-key", "use a key file (--keys)")
+    return PageTools(Toolbox(settings.tools, skills=skills_folder()), folders, key)
+
+
 def _limits(arguments: argparse.Namespace, sockets: Sequence[socket.socket]) -> Limits:
     """Return the limits of access; with ``--lan``, other devices of the network need a key.
 
@@ -307,11 +337,11 @@ def _limits(arguments: argparse.Namespace, sockets: Sequence[socket.socket]) -> 
     if file is not None and keys:
         raise UsageError(f"--keys replaces --api-key, --api-key-file and {KEY_VARIABLE}: remove them")
     if arguments.lan:
-        from localllm.server.local_network import lan_key
+        from localllm.server.local_network import stored_key
 
         arguments.host = arguments.host if arguments.host not in _LOOPBACK else "0.0.0.0"
         names.append("*.local")  # phones use this name of the machine
-        keys = keys or ([lan_key()] if file is None else [])
+        keys = keys or ([stored_key("lan-key", "give --api-key KEY")] if file is None else [])
     hosts = [host_of(opened) for opened in sockets] or _hosts(arguments)
     hosts = [host for host in hosts if not host.startswith(UNIX)]
     if not {*hosts} <= {*_LOOPBACK} and not keys and file is None:
@@ -344,9 +374,13 @@ def _listen(
         tls = (arguments.ssl_key, arguments.ssl_certificate)
         server = Server(app, grace_s=arguments.grace, tls=tls, trusted_proxies=arguments.trusted_proxies)
         url = _url(arguments, listening[0])
+        key = None if app.page_tools is None else app.page_tools.key
+        page_url = None if key is None else f"{_local_url(arguments, listening)}/#tools={key}"
         say(f"listening on {url} (Ctrl-C stops the server)")
         if arguments.lan and limits.api_keys and arguments.log_format is None:  # the invitation contains the key
             say(invitation(url, limits.api_keys[0]))
+        if page_url is not None:
+            say(f"the page with tools: {page_url}")
         with stats.shown(app.models) if arguments.stats else nullcontext():
             server.run(sockets=listening)
     if app.monitoring.tracing is not None:
@@ -378,6 +412,19 @@ def _url(arguments: argparse.Namespace, listening: socket.socket) -> str:
     host = (lan_address() or host) if host == "0.0.0.0" else host  # the address that other devices can use
     scheme, port = "http" if arguments.ssl_key is None else "https", listening.getsockname()[1]
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{arguments.prefix}"
+
+
+def _local_url(arguments: argparse.Namespace, listening: Sequence[socket.socket]) -> str:
+    """Return the address of the page on this machine.  Raises UsageError if the server listens on no such address."""
+    from localllm.server.http import is_localhost
+    from localllm.server.sockets import host_of
+
+    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}
+    for each in listening:
+        if (host := host_of(each)) in local or is_localhost(host):
+            scheme = "http" if arguments.ssl_key is None else "https"
+            return f"{scheme}://{local.get(host, host)}:{each.getsockname()[1]}{arguments.prefix}"
+    raise UsageError("--page-tools needs an address of this machine, such as --host 127.0.0.1, or --keys FILE")
 
 
 def _api_keys(arguments: argparse.Namespace) -> list[str]:
@@ -494,6 +541,16 @@ COMMAND = Command(
             default=LEFT_OUT,
         ),
         flag("--allow-pull", "let requests, and the page, download models from the hub and delete downloaded ones"),
+        flag(
+            "--page-tools",
+            "let the page use the tools in the settings file, on this machine or with an administrator's key",
+        ),
+        several(
+            "--page-folder DIR",
+            "also let these chats read and change files in this folder; implies --page-tools",
+            Path,
+            dest="page_folders",
+        ),
         flag("--no-slots", "do not list running requests at /slots", dest="slots", action="store_false"),
         "access",
         flag(

@@ -10,7 +10,7 @@ import hashlib
 from functools import cache
 from importlib import resources
 
-_SCRIPTS = ("vendor", "basics", "markdown", "server", "chat_schema", "chats", "downloads", "page")
+_SCRIPTS = ("vendor", "basics", "markdown", "server", "chat_schema", "chats", "downloads", "tools", "page")
 
 
 @cache

@@ -8,12 +8,17 @@ const FORMAT = "localllm-chat", ALL_FORMAT = "localllm-chats";
 const newId = () => [...crypto.getRandomValues(new Uint8Array(16))].map(each => each.toString(16).padStart(2, "0")).join("");
 const now = () => Date.now() / 1000;
 
+// The server's tools in a chat: the working folder, the names of tools that are off, the marks of tools that the user
+// always allows, and whether the folder's instructions are used.
+const newToolbox = () => ({folder: "", off: [], allowed: [], instructions: true});
+
 class Chat {
   constructor(values = {}) {
     Object.assign(this, {
       id: newId().slice(0, 10), title: "", system: "", settings: {}, model: "", created: now(), updated: now(), leaf: null,
       tools: null, messages: [],
     }, values);
+    this.toolbox = {...newToolbox(), ...values.toolbox};
     this.byId = new Map(this.messages.map(each => [each.id, each]));
     this.chosen = new Map();
     for (const each of this.path()) this.chosen.set(each.parent, each.id);
@@ -53,9 +58,9 @@ class Chat {
     return values;
   }
 
-  // In the terminal's format.
+  // In the terminal's format.  Permissions stay in this browser.
   get exported() {
-    const {id, ...values} = this.values;
+    const {id, toolbox, ...values} = this.values;
     return {format: FORMAT, version: 1, ...values};
   }
 }
@@ -127,12 +132,21 @@ function contentOf(message) {
   return media.length ? [...media.map(mediaPart), ...(text ? [{type: "text", text}] : [])] : text;
 }
 
-// The path to a message as OpenAI's API has it.
-function toldMessages(chat, to) {
+// The content of a tool's message.
+function resultOf({result, images}, seesImages) {
+  const text = result ?? "(it was not run)";
+  if (!images?.length) return text;
+  if (!seesImages) return `${text}\n(the model does not accept images)`;
+  return [...images.map(picture => mediaPart({picture})), {type: "text", text}];
+}
+
+// The path to a message as OpenAI's API has it.  `instructions` are a part of the system message, and
+// `seesImages` is whether the model accepts images.
+function toldMessages(chat, to, {instructions = "", seesImages = false} = {}) {
   let path = chat.path(to);
   const window = path.findLast(each => each.window)?.window;
   if (window) path = path.slice(Math.max(0, path.findIndex(each => each.id === window.first)));
-  const system = [chat.system, window?.summary && `Of what was said before: ${window.summary}`].filter(Boolean).join("\n\n");
+  const system = [chat.system, instructions, window?.summary && `Of what was said before: ${window.summary}`].filter(Boolean).join("\n\n");
   const told = system ? [{role: "system", content: system}] : [];
   for (const message of path) {
     if (message.role === "user") { told.push({role: "user", content: contentOf(message)}); continue; }
@@ -146,7 +160,7 @@ function toldMessages(chat, to) {
         id: id(number), type: "function", function: {name: call.name, arguments: call.arguments},
       }))}),
     });
-    calls.forEach((call, number) => told.push({role: "tool", tool_call_id: id(number), name: call.name, content: call.result ?? ""}));
+    calls.forEach((call, number) => told.push({role: "tool", tool_call_id: id(number), name: call.name, content: resultOf(call, seesImages)}));
   }
   return told;
 }
@@ -163,7 +177,10 @@ function toMarkdown(chat) {
     if (content) parts.push(content);
     for (const file of message.attachments ?? [])
       parts.push(file.picture ? `${isSound(file) ? "" : "!"}[${file.name.replace(/[[\]\n]/g, "")}](${mediaUrl(file)})` : `File \`${file.name}\`:\n\n${fenced(file.text)}`);
-    for (const call of message.calls ?? []) parts.push(`Tool \`${call.name}\`:`, fenced(call.arguments), fenced(call.result ?? ""));
+    for (const call of message.calls ?? []) {
+      parts.push(`Tool \`${call.name}\`:`, fenced(call.arguments), fenced(call.result ?? ""));
+      for (const picture of call.images ?? []) parts.push(`![](${mediaUrl({picture})})`);
+    }
   }
   return parts.join("\n\n") + "\n";
 }

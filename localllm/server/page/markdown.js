@@ -101,7 +101,7 @@ function blockElements(token, links) {
   for (const link of fragment.querySelectorAll("a"))
     Object.assign(link, {target: "_blank", rel: "noopener noreferrer"});
   for (const table of fragment.querySelectorAll("table")) {
-    const around = h("div", {class: "scrolls", tabindex: 0, role: "region", "aria-label": "Table"});
+    const around = h("div", {class: "scrolls", tabindex: 0, role: "group", "aria-label": "Table"});
     table.replaceWith(around);
     around.append(table);
   }
@@ -122,7 +122,7 @@ function codeBlock(text, language) {
   const label = language || "text";
   return h("div", {class: "block"},
     h("div", {class: "row"}, h("span", {}, label), copyButton(() => text, "Copy code", true)),
-    h("pre", {tabindex: 0, role: "region", "aria-label": `Code, ${label}`}, code));
+    h("pre", {tabindex: 0, role: "group", "aria-label": `Code, ${label}`}, code));
 }
 
 function highlight(code, text, language) {

@@ -11,7 +11,8 @@ let shownFrom = 0;
 
 // -- Models ----------------------------------------------------------------------------------------------------------------
 
-const model = () => models.find(each => each.id === chat.model) ?? models[0];
+const modelOf = which => models.find(each => each.id === which.model) ?? models[0];
+const model = () => modelOf(chat);
 const sees = each => Boolean(each?.modalities?.vision ?? each?.meta?.vision ?? each?.capabilities?.includes?.("vision") ?? each?.architecture?.input_modalities?.includes?.("image"));
 const hears = each => Boolean(each?.modalities?.audio);
 const billions = n => !n ? "" : n >= 1e9 ? `${(n / 1e9).toFixed(n < 1e10 ? 1 : 0)}B` : `${Math.max(1, Math.round(n / 1e6))}M`;
@@ -42,9 +43,14 @@ async function readProperties() {
   } catch { /* the model is shown as one that accepts only text */ }
 }
 
-function takeProperties(id, {modalities, default_generation_settings}) {
-  Object.assign(models.find(each => each.id === id) ?? {}, {modalities: modalities ?? {}, defaults: default_generation_settings?.params ?? {}});
+function takeProperties(id, {modalities, default_generation_settings, chat_template = "", chat_template_caps = {}}) {
+  const takesEffort = Boolean(chat_template_caps.supports_reasoning_effort);
+  const reasons = takesEffort || chat_template_caps.supports_preserve_reasoning || REASONING.some(word => chat_template.includes(word));
+  Object.assign(models.find(each => each.id === id) ?? {}, {modalities: modalities ?? {}, defaults: default_generation_settings?.params ?? {}, reasoning: {reasons, takesEffort}});
 }
+
+// Words in the chat templates of models that can reason.
+const REASONING = ["enable_thinking", "<|channel|>", ...Object.keys(TAGS)];
 
 function showModel() {
   const picked = model(), status = picked?.status ?? {};
@@ -59,6 +65,8 @@ function showModel() {
   if ($("models").open) showModelList();
 }
 
+const propertiesOf = ({modalities, defaults, reasoning} = {}) => ({modalities, defaults, reasoning});
+
 let watching = null;
 // Polls the state of the model until it is loaded, or until `until` returns true.
 function watchLoading(until = () => false) {
@@ -67,7 +75,7 @@ function watchLoading(until = () => false) {
       await new Promise(resolve => setTimeout(resolve, 400));
       try {
         const known = new Map(models.map(each => [each.id, each]));
-        models = (await server.json("v1/models")).data.map(each => ({...each, modalities: known.get(each.id)?.modalities, defaults: known.get(each.id)?.defaults}));
+        models = (await server.json("v1/models")).data.map(each => ({...each, ...propertiesOf(known.get(each.id))}));
       } catch { break; }
       showModel();
       const {value} = model()?.status ?? {};
@@ -167,6 +175,7 @@ async function openChat(id) {
   // A reply whose page was closed during the generation.
   if (!jobs.has(id)) for (const each of found.messages) if (each.state === "streaming") each.state = "killed";
   chat = found;
+  loadTools(chat);
   if (location.hash !== `#${id}`) history.pushState(null, "", `#${id}`);
   showChat();
   showModel();
@@ -176,7 +185,8 @@ async function openChat(id) {
 function newChat() {
   if (location.hash) history.pushState(null, "", location.pathname);
   const {system = "", settings = {}, tools = null} = stored("defaults") ?? {};
-  chat = new Chat({system, settings: {...settings}, tools, model: stored("model") ?? ""});
+  chat = new Chat({system, settings: {...settings}, tools, toolbox: stored("tools") ?? {}, model: stored("model") ?? ""});
+  loadTools(chat);
   showChat();
   showModel();
   showChats();
@@ -205,7 +215,7 @@ function showMessages() {
   if (shownFrom) rows.push(h("button", {class: "earlier", onclick: showEarlier}, `Show earlier messages (${shownFrom})`));
   const kept = new Set();
   for (const message of path.slice(shownFrom)) {
-    const stamp = JSON.stringify([message.state, message.text.length, message.calls, chat.siblings(message).length, message.id === chat.leaf, message.error, jobs.has(chat.id)]);
+    const stamp = JSON.stringify([message.state, message.text.length, message.calls?.map(call => [call.name, call.arguments.length, call.result?.length, call.change?.length, call.images?.length, Boolean(call.undo)]), chat.siblings(message).length, message.id === chat.leaf, message.error, jobs.has(chat.id), message.calls && activeTools(chat).length]);
     let element = elements.get(message.id);
     if (!element || element.stamp !== stamp) {
       element ??= h("article", {class: `message ${message.role}`});
@@ -247,6 +257,7 @@ function fillMessage(element, message) {
     parts.answerNow = h("button", {class: "answer-now", hidden: true, onclick: () => answerNow(chat)}, "Answer now");
     parts.content = h("div", {class: "content"}, parts.thinking, parts.answerNow, parts.extras, parts.body);
     parts.calls = h("div");
+    parts.openCalls = new Set();
     parts.error = h("div", {class: "error", role: "alert"});
     parts.footer = h("footer");
     element.replaceChildren(parts.content, parts.calls, parts.error, parts.footer);
@@ -271,7 +282,7 @@ function fillMessage(element, message) {
     parts.body.replaceChildren(h("span", {class: "waiting"}, thinking ? "" : waitingFor()));
   } else if (!content && !isUser && !isStreaming) parts.body.replaceChildren();
   parts.content.hidden = !isUser && !content && !thinking && !isStreaming;
-  parts.calls.replaceChildren(...(message.calls ?? []).map((call, number) => callElement(message, call, number)));
+  parts.calls.replaceChildren(...(message.calls ?? []).map((call, number) => callElement(message, call, number, parts.openCalls)));
   parts.error.replaceChildren(...(message.error ? [h("p", {}, message.error)] : []));
   if (message.isTooLong && message.id === chat.leaf)
     parts.error.append(h("button", {onclick: () => leaveOut(message)}, "Leave out the oldest messages"));
@@ -301,6 +312,8 @@ function footer(message) {
   if (!isUser) row.push(iconButton("again", "Regenerate", () => generate(message.parent), {disabled: busy}));
   if (!isUser && isLast && !["complete", "streaming"].includes(message.state) && !message.calls)
     row.push(iconButton("go-on", "Continue", () => goOn(message), {disabled: busy}));
+  if (!isUser && isLast && message.calls && !message.calls.some(isPending))
+    row.push(iconButton("go-on", "Continue", () => generate(message.id), {disabled: busy}));
   if (isUser && isLast) row.push(iconButton("again", "Send again", () => generate(message.id), {disabled: busy}));
   const state = {stopped: "stopped", length: "cut off at the maximum length", context: "cut off at the end of the context", failed: "interrupted", killed: "interrupted"}[message.state];
   row.push(h("span", {class: "stats"}, [state, ...numbers(message.stats)].filter(Boolean).join(" · ")));
@@ -315,63 +328,49 @@ function numbers(stats) {
   ];
 }
 
-// -- Tools ---------------------------------------------------------------------------------------------------------------------
-
-function callElement(message, call, number) {
-  const element = h("div", {class: "call"}, h("p", {class: "name"}, `Tool ${call.name}`), codeBlock(pretty(call.arguments), "json"));
-  if (call.result !== null && call.result !== undefined) element.append(h("pre", {tabindex: 0, role: "region", "aria-label": "Result"}, call.result));
-  else if (message.state !== "streaming" && message.id === chat.leaf) {
-    const area = h("textarea", {rows: 2, "aria-label": `Result of ${call.name}`, placeholder: "The tool's result"});
-    element.append(h("form", {onsubmit: event => { event.preventDefault(); giveResult(message, number, area.value); }}, area, h("button", {class: "primary"}, "Send result")));
-  }
-  return element;
-}
-
-async function giveResult(message, number, result) {
-  message.calls = message.calls.map((call, at) => at === number ? {...call, result} : call);
-  showMessages();
-  await save(chat);
-  if (message.calls.every(call => typeof call.result === "string")) generate(message.id);
-}
-
 // -- Replies ---------------------------------------------------------------------------------------------------------------------
 
 function requestOf(which, messages) {
   const {thinking, json_schema, reply_prefix, ...options} = which.settings;
+  const tools = [...which.tools ?? [], ...activeTools(which).map(schemaOf)];
   return {
-    ...options, model: (models.find(each => each.id === which.model) ?? models[0])?.id, messages,
+    ...options, model: modelOf(which)?.id, messages,
     ...(thinking !== undefined && {chat_template_kwargs: {enable_thinking: thinking}}),
     ...(json_schema && {response_format: {type: "json_schema", json_schema: {name: "reply", schema: json_schema}}}),
-    ...(which.tools?.length && {tools: which.tools}),
+    ...(tools.length && {tools}),
   };
 }
 
+// The messages that the model gets, up to a message.
+const told = (which, to) => toldMessages(which, to, {instructions: instructionsOf(which), seesImages: sees(modelOf(which))});
+
 // Generates a new reply to a message, as a branch next to its other replies.
 function generate(parent) {
-  if (jobs.has(chat.id)) return;
+  const which = chat;
+  if (jobs.has(which.id)) return;
   const failed = chat.messages.find(each => each.parent === parent && each.role === "assistant" && each.state === "failed" && !each.text);
   chat.leaf = parent;
   const reply = failed ?? chat.add("assistant", "");
   chat.choose(reply);
   Object.assign(reply, {state: "streaming", error: undefined, isTooLong: undefined});
-  return run(chat, reply, requestOf(chat, toldMessages(chat, parent)), "");
+  return run(which, reply, {begin: () => requestOf(which, told(which, parent))});
 }
 
 // Continues a reply that was cut off, including its reasoning if that was cut off.
 async function goOn(message) {
   if (jobs.has(chat.id)) return;
-  const {thinking, content} = split(message), told = toldMessages(chat, message.parent);
+  const {thinking, content} = split(message), messages = told(chat, message.parent);
   let begun = content;
   if (thinking) {
     begun = message.text;
-    const {prompt} = await server.json("apply-template", requestOf(chat, told)).catch(() => ({prompt: ""}));
+    const {prompt} = await server.json("apply-template", requestOf(chat, messages)).catch(() => ({prompt: ""}));
     const opened = Object.keys(TAGS).find(tag => prompt.trimEnd().endsWith(tag));
     if (opened) begun = begun.replace("<think>", "").replace("</think>", TAGS[opened]);
   }
   message.state = "streaming";
   delete message.error;
-  const request = requestOf(chat, [...told, {role: "assistant", content: begun}]);
-  return run(chat, message, {...request, continue_final_message: true}, message.text);
+  const request = requestOf(chat, [...messages, {role: "assistant", content: begun}]);
+  return run(chat, message, {begin: () => ({...request, continue_final_message: true}), before: message.text});
 }
 
 // Generates the answer again without older messages: drops half of the remaining messages until the rest fits.
@@ -393,11 +392,41 @@ async function answerNow(which) {
   } catch (error) { notice(error.message); }
 }
 
-async function run(which, message, request, before) {
-  const controller = new AbortController(), job = {chat: which, controller};
+// Writes a reply with the request that `begin` returns, runs the tools that the reply calls, and writes further replies.
+// Without `begin` the reply is written, and some of its calls have no results yet.
+async function run(which, message, {begin, before = ""} = {}) {
+  const job = {chat: which, controller: new AbortController()};
   jobs.set(which.id, job);
+  if (chat === which) { showMessages(); scrollToEnd(); }
+  try {
+    if (begin) await write(job, message, begin, before);
+    while (jobs.get(which.id) === job && await runCalls(job, message)) {
+      which.leaf = message.id;
+      const next = message = which.add("assistant", "", {state: "streaming"});
+      await write(job, next, () => requestOf(which, told(which, next.parent)), "");
+    }
+  } finally {
+    endJob(job);
+  }
+}
+
+function endJob(job) {
+  if (jobs.get(job.chat.id) !== job) return;
+  jobs.delete(job.chat.id);
+  if (chat === job.chat) followEnd(showMessages);
+}
+
+// Runs the calls of a reply that have no results, and continues.
+function resume(message) {
+  if (!jobs.has(chat.id)) run(chat, message);
+}
+
+// Streams a reply into a message.  The job continues if the reply calls tools.
+async function write(job, message, begin, before) {
+  const {chat: which, controller} = job;
   let {thinking, content} = split({role: "assistant", text: before});
   const calls = [], begun = performance.now();
+  job.thinkingSeconds = job.completion = undefined;
   let firstThought = 0, shownAt = 0, savedAt = performance.now(), drawing = 0, pause = 50, timings = null, reason = null;
   const draw = () => {
     const begun = performance.now();
@@ -411,11 +440,14 @@ async function run(which, message, request, before) {
     if (!drawing) drawing = setTimeout(draw, Math.max(0, pause - (performance.now() - shownAt)));
     if (performance.now() - savedAt > 2000) { savedAt = performance.now(); save(which); }
   };
-  if (chat === which) { showMessages(); scrollToEnd(); }
+  if (chat === which) followEnd(showMessages);
   if (model()?.status.value !== "loaded") watchLoading(() => !jobs.has(which.id) || message.text);
   save(which).then(() => { if (chat === which && location.hash !== `#${which.id}`) history.replaceState(null, "", `#${which.id}`); showChats(); });
   const waiting = setInterval(() => { if (!message.text && chat === which) fillWaiting(message); }, 400);
+  let request = {};
   try {
+    await orAborted(loadTools(which), controller.signal);
+    request = begin();
     for await (const event of server.chat(request, controller.signal)) {
       const [choice] = event.choices, delta = choice?.delta ?? {};
       job.completion = event.id;
@@ -450,17 +482,25 @@ async function run(which, message, request, before) {
   clearInterval(waiting);
   clearTimeout(drawing);
   message.text = joined(thinking, content);
-  if (calls.length) message.calls = calls.map(call => ({...call, arguments: call.arguments || "{}"}));
+  // Calls of a reply that was cut off are incomplete.
+  const whole = calls.map(call => ({...call, arguments: call.arguments || "{}"}));
+  message.calls = whole.length && message.state === "complete" && whole.every(call => isObject(call.arguments)) ? whole : undefined;
   message.stats = {
     prompt_tokens: (timings?.prompt_n ?? 0) + (timings?.cache_n ?? 0), cached_tokens: timings?.cache_n ?? 0, new_tokens: timings?.predicted_n ?? 0,
     first_token_s: (timings?.first_token_ms ?? performance.now() - begun) / 1000, rate: timings?.predicted_per_second ?? 0, model: request.model ?? "",
     thinking_s: job.thinkingSeconds ?? null,
   };
-  jobs.delete(which.id);
+  if (message.state !== "complete" || !message.calls) jobs.delete(which.id);
   if (chat === which) followEnd(showMessages);
   await save(which);
   say(message.state === "complete" ? "The reply is complete." : message.error ?? "The reply ended.");
 }
+
+// A promise's result.  Rejects with an AbortError when the signal is aborted before.
+const orAborted = (promise, signal) => Promise.race([promise, new Promise((_, reject) => {
+  const abort = () => reject(new DOMException("", "AbortError"));
+  if (signal.aborted) abort(); else signal.addEventListener("abort", abort, {once: true});
+})]);
 
 function fillWaiting(message) {
   const waiting = elements.get(message.id)?.querySelector(".waiting");
@@ -516,8 +556,10 @@ function showComposer() {
     send.setAttribute("aria-label", label);
     send.replaceChildren(icon(busy ? "stop" : "send"));
   }
-  const {settings, system, tools} = chat;
-  const marks = [system && "system prompt", settings.json_schema && "JSON schema", tools?.length && `${tools.length} tool${tools.length > 1 ? "s" : ""}`, settings.thinking === false && "no thinking"];
+  const {settings, system, tools} = chat, nTools = (tools?.length ?? 0) + activeTools(chat).length, list = toolsOf(chat);
+  $("open-tools").hidden = !list.allowed && !list.why;
+  const marks = [system && "system prompt", settings.json_schema && "JSON schema", nTools && `${nTools} tool${nTools > 1 ? "s" : ""}`, settings.thinking === false && "no thinking",
+    settings.reasoning_effort && `${settings.reasoning_effort} effort`, settings.reasoning_budget !== undefined && `${settings.reasoning_budget.toLocaleString()} thinking tokens`];
   $("marks").textContent = marks.filter(Boolean).join(" · ");
   $("attached").replaceChildren(
     ...attachments.map((file, at) => h("span", {class: file.picture && !isSound(file) ? "chip picture" : "chip"},
@@ -661,7 +703,7 @@ function showRecording() {
 const NUMBERS = [
   ["temperature", "Temperature", .1], ["top_p", "Top p", .05], ["top_k", "Top k", 1], ["min_p", "Min p", .01],
   ["repeat_penalty", "Repeat penalty", .05], ["max_tokens", "Maximum tokens", 1],
-  ["reasoning_budget", "Thinking tokens", 1], ["seed", "Seed", 1],
+  ["seed", "Seed", 1], ["reasoning_budget", "Thinking tokens", 1],
 ];
 
 function openSettings() {
@@ -672,6 +714,7 @@ function openSettings() {
     fields[name].placeholder = usual === undefined || usual === -1 ? "" : `${+(+usual).toFixed(4)}`;
   }
   fields.system.value = chat.system;
+  showReasoning(fields);
   fields.thinking.value = settings.thinking === undefined ? "" : String(settings.thinking);
   fields.stop.value = (settings.stop ?? []).join("\n");
   fields.json_schema.value = json(settings.json_schema);
@@ -681,6 +724,17 @@ function openSettings() {
   fields.key.value = server.key;
   $("settings").querySelector(".error").textContent = "";
   $("settings").showModal();
+}
+
+// Shows the settings of reasoning that the model has.  Before a model is loaded, its abilities are unknown.
+function showReasoning(fields) {
+  const {reasons, takesEffort} = model()?.reasoning ?? {reasons: true, takesEffort: false}, {settings} = chat;
+  const effort = settings.reasoning_effort ?? "", isUsed = ["thinking", "reasoning_effort", "reasoning_budget"].some(name => settings[name] !== undefined);
+  $("reasoning").hidden = !reasons && !isUsed;
+  fields.reasoning_effort.closest("label").hidden = !takesEffort && !effort;
+  const efforts = ["low", "medium", "high"];
+  if (effort && !efforts.includes(effort)) efforts.push(effort);
+  fields.reasoning_effort.replaceChildren(...["", ...efforts].map(value => h("option", {value, selected: value === effort}, value || "default")));
 }
 
 function saveSettings(event) {
@@ -709,12 +763,13 @@ function saveSettings(event) {
   }
   const stop = fields.stop.value.split("\n").filter(Boolean);
   if (stop.length) settings.stop = stop; else delete settings.stop;
+  if (fields.reasoning_effort.value) settings.reasoning_effort = fields.reasoning_effort.value; else delete settings.reasoning_effort;
   if (fields.thinking.value) settings.thinking = fields.thinking.value === "true"; else delete settings.thinking;
   Object.assign(chat, {settings, tools, system: fields.system.value});
   if (fields.default.checked) store("defaults", {settings, tools, system: chat.system});
   store("theme", fields.theme.value || null);
   showTheme();
-  if (fields.key.value !== server.key) { server.key = fields.key.value; loadModels(); }
+  if (fields.key.value !== server.key) { server.key = fields.key.value; loadModels(); loadTools(chat, true); }
   if (chat.messages.length) save(chat);
   showMessages();
 }
@@ -772,8 +827,9 @@ function sidebar(isOpen) {
   (isOpen ? $("close-sidebar") : $("open-sidebar")).focus();
 }
 
-$("numbers").append(...NUMBERS.map(([name, label, step]) =>
-  h("label", {}, label, h("input", {name, type: "number", step: step === 1 ? 1 : "any", min: name === "seed" || step !== 1 ? 0 : 1, inputmode: "decimal"}))));
+for (const [name, label, step] of NUMBERS)
+  $(name === "reasoning_budget" ? "reasoning" : "numbers").append(
+    h("label", {}, label, h("input", {name, type: "number", step: step === 1 ? 1 : "any", min: /^(seed|reasoning_budget)$/.test(name) || step !== 1 ? 0 : 1, inputmode: "decimal"})));
 $("composer").addEventListener("submit", event => { event.preventDefault(); submit(); });
 $("text").addEventListener("input", grow);
 $("text").addEventListener("keydown", event => {
@@ -814,12 +870,17 @@ $("model-search").addEventListener("input", showModelList);
 $("open-settings").addEventListener("click", openSettings);
 $("settings").querySelector("form").addEventListener("submit", saveSettings);
 $("show-keys").addEventListener("click", () => { $("settings").close(); $("keys").showModal(); });
-$("key-dialog").querySelector("form").addEventListener("submit", () => { server.key = $("key").value; loadModels(); });
+$("key-dialog").querySelector("form").addEventListener("submit", () => { server.key = $("key").value; loadModels(); loadTools(chat, true); });
 $("chat-actions").addEventListener("click", event => { if (event.target.dataset.do) chatAction(event.target.dataset.do); });
 for (const button of document.querySelectorAll("[data-close]")) button.addEventListener("click", () => button.closest("dialog").close());
 for (const dialog of document.querySelectorAll("dialog")) dialog.addEventListener("click", event => { if (event.target === dialog) dialog.close(); });
 storage.changes.addEventListener("message", async event => {
   showChats();
+  const job = jobs.get(event.data);
+  if (job) {  // a permission that was taken back in another tab ends here, too
+    job.chat.toolbox = (await storage.load(event.data))?.toolbox ?? job.chat.toolbox;
+    showComposer();
+  }
   if (event.data !== chat.id || jobs.has(chat.id) || document.querySelector(".editing")) return;
   const changed = await storage.load(chat.id);
   if (changed?.id !== chat.id || jobs.has(chat.id)) return;
@@ -828,7 +889,7 @@ storage.changes.addEventListener("message", async event => {
   followEnd(showMessages);
 });
 addEventListener("hashchange", () => {
-  if (takeKey()) return void loadModels();
+  if (takeKey()) return void (loadModels(), loadTools(chat));
   const id = location.hash.slice(1); if (id && id !== chat.id) openChat(id); else if (!id) newChat();
 });
 addEventListener("beforeunload", () => { for (const {chat: each} of jobs.values()) storage.save(each); });
@@ -859,9 +920,10 @@ document.addEventListener("keydown", event => {
 
 // The address may contain a key, for example from a QR code; the key is removed from the address.
 function takeKey() {
-  const given = /^#key=(.+)$/.exec(location.hash);
+  const given = /^#(key|tools)=(.+)$/.exec(location.hash);
   if (!given) return false;
-  server.key = decodeURIComponent(given[1]);
+  server[given[1] === "key" ? "key" : "toolsKey"] = decodeURIComponent(given[2]);
+  toolRequests.clear();
   history.replaceState(null, "", location.pathname);
   $("key-dialog").close();
   return true;

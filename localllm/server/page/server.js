@@ -10,10 +10,13 @@ class ServerError extends Error {
 const server = {
   get key() { return stored("key") ?? ""; },
   set key(value) { store("key", value || null); },
+  get toolsKey() { return stored("toolsKey") ?? ""; },
+  set toolsKey(value) { store("toolsKey", value || null); },
 
   // `path` is relative to the page.  A proxy may serve the page at another path, with or without a slash at the end.
   async fetch(path, body, signal, method = body ? "POST" : "GET") {
     const headers = this.key ? {Authorization: `Bearer ${this.key}`} : {};
+    if (path.startsWith("page/") && this.toolsKey) headers["X-Page-Key"] = this.toolsKey;
     if (body) headers["Content-Type"] = "application/json";
     let reply;
     try {
@@ -28,7 +31,7 @@ const server = {
     throw new ServerError(error?.message ?? `The server answered with status ${reply.status}.`, reply.status, error?.code);
   },
 
-  async json(path, body) { return (await this.fetch(path, body)).json(); },
+  async json(path, body, signal) { return (await this.fetch(path, body, signal)).json(); },
 
   // The lines of a streamed answer.
   async *lines(path, body, signal) {

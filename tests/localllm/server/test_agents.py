@@ -458,6 +458,18 @@ def test_budgets_of_nothing_and_without_limit(thinker: Serving) -> None:
     assert ask(-2).status_code == 400
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/messages/count_tokens", "/v1/chat/completions/input_tokens", "/v1/responses/input_tokens"]
+)
+def test_counts_of_tokens_refuse_a_wrong_budget(thinker: Serving, path: str) -> None:
+    field = "input" if "responses" in path else "messages"
+    for budget, status in ((-2, 400), (-1, 200), (5, 200)):
+        body = {"model": "demo", field: [HI], "thinking": {"type": "enabled", "budget_tokens": budget}}
+        answer = post(thinker, path, body | {"logit_bias": {"1": -1}})
+        assert answer.status_code == status, answer.text
+        assert status == 200 or "reasoning_budget is -2" in answer.text
+
+
 def test_a_running_reply_is_made_to_answer(thinker: Serving) -> None:
     body = {"model": "demo", "messages": [HI], "max_tokens": 400, "ignore_eos": True, "stream": True}
     thinking, text, is_told = 0, "", False

@@ -127,10 +127,11 @@ NEEDED = {
     "/api/v0/chat/completions": "messages", "/api/v0/completions": "prompt", "/api/v0/embeddings": "input",
     "/api/v1/chat": "input", "/api/v1/models/load": "model", "/api/v1/models/unload": "instance_id",
     "/models/load": "model", "/models/unload": "model", "/v1/chat/completions/control": "id",
+    "/page/tools/preview": "name", "/page/tools/call": "name", "/page/tools/undo": "id",
 }  # fmt: skip
 #: Ollama's clients load a model with an empty request; the other paths neither read nor write text.
 NEED_NOTHING = {"/api/chat", "/api/generate", "/api/show", "/api/pull", "/slots/{id}", "/lora-adapters"}
-NEED_NOTHING |= {"/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}", "/unload"}
+NEED_NOTHING |= {"/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}", "/unload", "/page/tools/restart"}
 
 
 def test_every_path_is_known_to_need_a_text_or_not() -> None:
@@ -591,7 +592,7 @@ def test_an_answer_that_is_closed_before_it_is_read_begins_nothing() -> None:
     async def closed() -> list[Reply]:
         streams: Any = [Endless(), Endless()]
         nobody: Any = None
-        answer = PendingReplies(GenerationJob(None, {}), nobody, nobody, streams, lambda answer: None, 0.0, 0.0)
+        answer = PendingReplies(GenerationJob(None, {}), nobody, nobody, streams, lambda answer: None, "", 0.0, 0.0)
         events = answer.events()
         answer.close()
         replies = [reply async for reply, _ in events]

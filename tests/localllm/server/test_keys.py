@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import socket
@@ -31,6 +32,8 @@ ROLES = ("none", "metrics", "client", "admin")
 #: Decisions about routes that change the server or show the requests of other clients.
 NEEDS_ADMIN = {
     "GET /models/catalog",
+    "GET /page/tools", "POST /page/tools/preview", "POST /page/tools/call", "POST /page/tools/undo",
+    "POST /page/tools/restart",
     "POST /models/load", "POST /models/unload", "GET /unload", "POST /unload", "POST /api/v1/models/load",
     "POST /api/v1/models/unload", "POST /api/pull", "DELETE /api/delete", "POST /api/copy", "POST /api/create",
     "POST /api/push", "POST /api/blobs/{digest}", "GET /slots", "POST /slots/{id}", "POST /lora-adapters",
@@ -367,6 +370,20 @@ def test_only_an_administrator_sets_how_long_a_model_stays(server: Serving) -> N
     assert served.llm is not None
     assert ask(server, "admin", path="/api/chat", json={"model": "demo", "keep_alive": 0}).status_code == 200
     assert served.llm is None
+
+
+def test_a_client_ends_only_the_reasoning_of_its_own_replies(tmp_path: Path) -> None:
+    sections = [section("one"), section("two"), section("boss", role="admin")]
+    with serving_keys(key_file(tmp_path, *sections), load=scripted("<think>" + "word " * 600)) as server:
+        body = HELLO | {"stream": True, "max_tokens": 600}
+        with httpx.stream("POST", f"{server.url}{CHAT}", json=body, headers=bearer("one"), timeout=60) as response:
+            lines = response.iter_lines()
+            id_ = json.loads(next(line for line in lines if line.startswith("data: {"))[6:])["id"]
+            command = {"id": id_, "action": "reasoning_end"}
+            for key, is_done in (("two", False), ("boss", False), ("one", True)):
+                answer = ask(server, key, path=f"{CHAT}/control", json=command).json()
+                assert answer["success"] is is_done, key
+            assert any('"content":"' in line for line in lines)
 
 
 # -- Limits ----------------------------------------------------------------------------------------------------------

@@ -6,16 +6,13 @@ import base64
 import io
 import json
 import math
-import shutil
 import socket
 import struct
 import threading
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +25,24 @@ from localllm.server.keys import KeyFile
 from localllm.tui.chat.conversation import Attachment, CallRecord, Conversation, ReplyStats, Window
 from localllm.tui.chat.export import from_json, to_json
 from tests.helpers import hostile_chats
+from tests.helpers.browser_page import (
+    CHROMIUM,
+    Open,
+    ask,
+    check_with_axe,
+    exported,
+    finished,
+    imported,
+    kept,
+    requests_of,
+)
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import FAILS, TOOLS_TEMPLATE, Serving, scripted, serving
 from tests.helpers.hub_server import HubServer, Repo, hub_of_this_process
 from tests.localllm.server.test_keys import key_file, section
 
 playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-
-#: A simulated microphone that beeps and needs no permission.
-MICROPHONE = ("--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream")
 
 #: Numbers of models whose long replies take a while.
 ENDLESS = "word " * 700
@@ -126,73 +130,9 @@ def actor() -> Iterator[Serving]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", *MICROPHONE])
-        yield started
-        started.close()
-
-
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Open]:
-    """Open the page in a separate browser; an error in its script or a request to another host fails the test."""
-    complaints: list[str] = []
-    contexts = []
-
-    def opened(url: str, **options: Any) -> Any:
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(120_000)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on(
-            "request",
-            lambda request: request.url.startswith((url, "data:", "blob:")) or complaints.append(request.url),
-        )
-        page.goto(url)
-        page.locator("#model-name", has_text="first").wait_for()
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert complaints == []
-
-
 @pytest.fixture
 def page(open_page: Open, actor: Serving) -> Any:
     return open_page(actor.url)
-
-
-def ask(page: Any, text: str, n: int | None = None) -> None:
-    """Send a message; with ``n``, wait until ``n`` replies are complete."""
-    page.fill("#text", text)
-    page.press("#text", "Enter")
-    if n is not None:
-        finished(page, n)
-
-
-def finished(page: Any, n: int) -> None:
-    page.locator(".message.assistant").nth(n - 1).locator(".stats", has_text="tokens").wait_for()
-
-
-def kept(page: Any, said: str) -> None:
-    """Wait until a reply is in the browser's storage, which happens when it ends."""
-    page.locator("#said", has_text=said).wait_for(state="attached")
-
-
-def requests_of(page: Any) -> list[dict[str, Any]]:
-    """Record the bodies of future chat completions."""
-    bodies: list[dict[str, Any]] = []
-    page.on(
-        "request",
-        lambda request: bodies.append(request.post_data_json) if "/chat/completions" in request.url else None,
-    )
-    return bodies
 
 
 def change_settings(page: Any, **values: str) -> None:
@@ -205,22 +145,6 @@ def change_settings(page: Any, **values: str) -> None:
         else:
             field.fill(value)
     page.click("#settings button[value=save]")
-
-
-def exported(page: Any, action: str) -> str:
-    with page.expect_download() as download:
-        if action == "all":
-            page.click("#export-all")
-        else:
-            page.click("#chat-menu")
-            page.click(f"[data-do={action}]")
-    return Path(download.value.path()).read_text(encoding="utf-8")
-
-
-def imported(page: Any, text: str) -> None:
-    page.set_input_files(
-        "#import-file", {"name": "chat.json", "mimeType": "application/json", "buffer": text.encode()}
-    )
 
 
 # -- Chatting --------------------------------------------------------------------------------------------------------
@@ -831,7 +755,7 @@ class Wire:
 def test_a_server_that_dies_in_the_middle_of_a_reply(open_page: Open, actor: Serving) -> None:
     wire = Wire(actor.port)
     page = open_page(f"http://127.0.0.1:{wire.port}")
-    ask(page, "endless")
+    ask(page, "very endless")  # still running at the cut, also on a slow machine
     page.get_by_text("word word").wait_for()
     wire.cut()
     page.locator(".error", has_text="The connection to the server ended before the reply did.").wait_for()
@@ -990,17 +914,6 @@ def test_models_are_unloaded(page: Any, actor: Serving) -> None:
 
 
 # -- Looks, keys and accessibility -----------------------------------------------------------------------------------
-
-
-def check_with_axe(page: Any, where: str) -> None:
-    """Check the accessibility of the page, if axe is installed, and that it does not scroll sideways."""
-    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), where
-    if find_spec("axe_playwright_python") is None:
-        return
-    if not page.evaluate("() => 'axe' in window"):
-        page.evaluate((resources.files("axe_playwright_python") / "axe.min.js").read_text("utf-8"))
-    found = page.evaluate("async () => (await axe.run()).violations")
-    assert [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found] == [], where
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -99,6 +99,42 @@ def test_other_devices_are_let_in_by_a_key_that_stays(tmp_path: Path) -> None:
     assert (tmp_path / "lan-key").stat().st_mode & 0o777 == 0o600
 
 
+def test_the_page_has_tools_with_the_key_that_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[tools]\nfetch = true\n")
+    (tmp_path / "notes").mkdir()
+    flags, keys = ("-m", "demo", "-q", "--port", 0, "--page-folder", tmp_path / "notes"), set()
+    for more in (("--page-tools",), ("--host", "0.0.0.0", "--api-key", "k")):
+        with started(*flags, *more, LOCALLLM_CONFIG=tmp_path / "config.toml") as (process, url):
+            assert process.stderr is not None
+            address, _, key = process.stderr.readline().removeprefix("the page with tools: ").strip().partition("#")
+            assert address == f"http://127.0.0.1:{url.rpartition(':')[2]}/"
+            keys.add(key)
+            headers = {"X-Page-Key": key.removeprefix("tools="), "Authorization": "Bearer k"}
+            answer = httpx.get(f"{address}page/tools?folder=notes", headers=headers).json()
+            assert {"fetch_page", "edit_file"} <= {tool["name"] for tool in answer["tools"]}
+            assert httpx.get(f"{address}page/tools", headers={"Authorization": "Bearer k"}).status_code == 403
+    assert len(keys) == 1
+    if sys.platform != "win32":
+        assert (tmp_path / "page-key").stat().st_mode & 0o777 == 0o600
+
+
+def test_flags_of_tools_that_make_no_sense(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "notes").mkdir(parents=True)
+    folders = [word for name in ("a", "b") for word in ("--page-folder", tmp_path / name / "notes")]
+    for flags, message in (
+        (["--page-tools"], "--page-tools needs tools: add the table [tools] to the settings file"),
+        (["--page-folder", tmp_path / "none"], "none is not a folder"),
+        (folders, "two folders have the name 'notes'"),
+        ([*folders[:2], "--host", f"unix:{tmp_path}/socket"], "--page-tools needs an address of this machine"),
+    ):
+        if "--host" in flags and sys.platform == "win32":
+            continue
+        variables = environment(LOCALLLM_CONFIG=str(tmp_path / "config.toml"))  # next to which a key is stored
+        outcome = run_process(["serve", "-m", "demo", "--port", 0, *flags], env=variables)
+        assert message in outcome.error()
+
+
 def test_the_qr_code_is_drawn_on_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("segno")
     assert invitation("http://192.168.1.2:8080", "a b").splitlines() == [

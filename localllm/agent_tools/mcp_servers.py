@@ -7,6 +7,7 @@ length, its process gets no secrets from the environment, and its output never r
 from __future__ import annotations
 
 import asyncio
+import base64
 import concurrent.futures
 import logging
 import threading
@@ -14,17 +15,17 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from localllm.errors import LocalLLMError, UsageError
+from localllm.agent_tools.tool import CALL_SECONDS, ToolOutput
+from localllm.errors import UsageError
+from localllm.parallel import reason_of, wait_for
 from localllm.shell import found_program, kill_tree, own_group
 
-#: Time limits in seconds for starting a server and for a tool call.
-START_SECONDS, CALL_SECONDS = 30.0, 120.0
+#: Time limit in seconds for starting a server.
+START_SECONDS = 30.0
 #: Maximum bytes of a message, number of tools per server, and characters of a description.
 MAX_BYTES, MAX_TOOLS, MAX_CHARACTERS = 8 << 20, 100, 2000
 #: Seconds to wait for a server to end.
 _END_SECONDS = 5.0
-#: Interval in seconds between checks whether the call was stopped.
-_PERIOD = 0.05
 
 
 class McpServer:
@@ -45,14 +46,15 @@ class McpServer:
         """Wait until the list of tools has arrived. Raises UsageError if the server cannot be started."""
         wait_for(self._started, START_SECONDS, is_stopped)
 
-    def call(self, name: str, arguments: Mapping[str, Any], is_stopped: Callable[[], bool]) -> str:
-        """Return a tool's result as text. Raises UsageError if the call fails, takes too long or was stopped."""
+    def call(self, name: str, arguments: Mapping[str, Any], is_stopped: Callable[[], bool]) -> ToolOutput:
+        """Return a tool's result. Raises UsageError if the call fails, takes too long or was stopped."""
         if self._client is None:
             raise UsageError("the server has ended")
         future = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
         result = wait_for(future, CALL_SECONDS, is_stopped)
         texts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
-        return ("error: " if result.is_error else "") + "\n".join(texts)
+        images = tuple(base64.b64decode(block.data) for block in result.content if block.type == "image")
+        return ToolOutput(("error: " if result.is_error else "") + "\n".join(texts), images)
 
     def close(self) -> None:
         with suppress(RuntimeError):  # the loop is closed: the server has ended
@@ -65,7 +67,7 @@ class McpServer:
             self._loop.run_until_complete(self._task)
         except BaseException as error:  # also exception groups and cancellation: `wait` must end
             if not self._started.done():
-                self._started.set_exception(UsageError(f"it cannot be used ({_reason(error)})"))
+                self._started.set_exception(UsageError(f"it cannot be used ({reason_of(error)})"))
         finally:
             self._client = None
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())  # also runs callbacks that close pipes
@@ -93,33 +95,6 @@ class McpServer:
             self._client = client
             self._started.set_result(None)
             await asyncio.Event().wait()
-
-
-def wait_for(future: concurrent.futures.Future[Any], seconds: float, is_stopped: Callable[[], bool]) -> Any:
-    """Return the result of another thread. Raises UsageError if it fails, was stopped or takes too long."""
-    for _ in range(int(seconds / _PERIOD)):
-        try:
-            return future.result(_PERIOD)
-        except concurrent.futures.CancelledError:
-            raise UsageError("the server has ended") from None
-        except TimeoutError:
-            if future.done():  # TimeoutError of the function itself
-                raise UsageError("it takes too long") from None
-            if is_stopped():
-                future.cancel()
-                raise UsageError("stopped") from None
-        except LocalLLMError:
-            raise
-        except Exception as error:  # the client may raise any exception
-            raise UsageError(_reason(error)) from None
-    future.cancel()
-    raise UsageError("it takes too long")
-
-
-def _reason(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return str(error) or type(error).__name__
 
 
 @asynccontextmanager
