@@ -29,6 +29,8 @@ _CONTEXT = 3
 _MAX_MATCHED = 1000
 #: Maximum number of places that an error lists, of lines that are compared for an error, and of their characters.
 _MAX_PLACES, _MAX_SEARCHED, _MAX_LINE = 8, 2000, 200
+#: Maximum characters of a file's text in an error.
+_MAX_SHOWN = 4000
 
 
 def confined(folder: Path, name: str) -> Path:
@@ -142,7 +144,7 @@ def _missing(name: str, text: str, old: str, new: str) -> str:
     for i, line in enumerate(lines):
         similar = lines[i : i + len(stripped)] if line.strip() == stripped[0] else []
         if [line.strip() for line in similar] == stripped:
-            actual = "\n".join(similar)
+            actual = "\n".join(similar)[:_MAX_SHOWN]
             return (
                 f"old_text is not in {name}: white space differs. Copy the text exactly from line {i + 1}:\n{actual}"
             )
