@@ -142,7 +142,7 @@ class CPURates:
 
     def _rate(self, name: str) -> Rate | None:
         entry = self._stored.get(self._prefix + name)
-        return Rate(*entry[:-2]) if entry is not None and is_fresh(*entry[-2:], time.time()) else None
+        return Rate(*entry[:-2]) if entry is not None and is_fresh(entry[-2], entry[-1], time.time()) else None
 
     def _read(self) -> dict[str, tuple[float, ...]]:
         """Return the stored rates, each with the time of its measurement and the processors of other programs."""
