@@ -179,7 +179,13 @@ class ContextLengthError(LocalLLMError, ValueError):
 
 
 class NotEnoughMemoryError(LocalLLMError, MemoryError):
-    """The model would not fit into memory.  Raised before loading; the message states the sizes."""
+    """The model would not fit into memory.  Raised before loading; the message states the sizes.
+
+    Attributes:
+        missing: bytes of the host's memory that are missing; None if unknown.
+    """
+
+    missing: int | None = None
 
 
 class DeviceError(LocalLLMError):

@@ -302,6 +302,16 @@ def _address_space_used() -> int:
     return int(pages[0]) * mmap.PAGESIZE if pages else 0
 
 
+def used_memory() -> int:
+    """Return the bytes of memory that this process uses, without files on Linux."""
+    pages = text_of(_OWN_MEMORY).split()
+    if pages:
+        return (int(pages[1]) - int(pages[2])) * mmap.PAGESIZE
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def _system_memory() -> int:
     for line in text_of(_MEMORY).splitlines():
         name, _, value = line.partition(":")

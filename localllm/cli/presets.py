@@ -9,6 +9,7 @@
     lora = ["style.gguf=0.5"]
     alias = ["gpt-4o"]
     ttl = 600
+    group = "chat"                      # serve: models of a group share the memory
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from localllm.options.settings import settings_path
 
 #: Placeholders of flags whose values are files.  Relative paths start at the folder of the presets file.
 _FILES = ("FILE", "ADAPTER[=X]")
+
+#: Keys that are not flags.  Their values are strings.
+_NO_FLAGS = ("model", "group")
 
 #: Groups and flags of ``serve`` that apply to the whole server, or name the model.
 _OF_THE_SERVER = ("access", "output")
@@ -66,11 +70,12 @@ def read_presets(file: Path | None) -> dict[str, dict[str, Any]]:
         if not isinstance(section, dict):
             raise UsageError(f"{shown} has {name!r:.80} outside of a section: write [NAME] above each model's keys")
         for key, value in section.items():
-            if key != "model" and key.replace("-", "_") not in actions:
+            if key not in _NO_FLAGS and key.replace("-", "_") not in actions:
                 raise UsageError(f"[{name}] of {shown} has {key!r:.80}, which is not a flag that a model can have")
-            if key == "model" and not isinstance(value, str):
-                raise UsageError(f"[{name}] of {shown} has {key} = {value!r:.80}: give the name of a file in quotes")
-            if key == "model" or actions[key.replace("-", "_")].metavar in _FILES:
+            if key in _NO_FLAGS and not isinstance(value, str):
+                of = "a file" if key == "model" else "a group"
+                raise UsageError(f"[{name}] of {shown} has {key} = {value!r:.80}: give the name of {of} in quotes")
+            if key == "model" or (key != "group" and actions[key.replace("-", "_")].metavar in _FILES):
                 values = [_resolved(path, item) for item in (value if isinstance(value, list) else [value])]
                 section[key] = values if isinstance(value, list) else values[0]
         section.setdefault("model", name)
@@ -101,7 +106,7 @@ def apply_preset(parser: Parser, arguments: argparse.Namespace, section: Mapping
     flags, actions = list[str](), _actions(parser)
     for key, value in section.items():
         action = actions.get(key.replace("-", "_"))
-        if key == "model" or action is None or value is False:
+        if key in _NO_FLAGS or action is None or value is False:
             continue
         flag = max(action.option_strings, key=len)
         if action.nargs == 0:

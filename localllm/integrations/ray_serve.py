@@ -73,7 +73,7 @@ class Replica:
     def __init__(self, config: RayConfig) -> None:
         self._llm = load(model_path(config.model), threads=config.threads, **{"parallel": None, **config.load})
         name = config.name or ("demo" if config.model is None else Path(config.model).name.removesuffix(".gguf"))
-        models = Models({name: config.model}, lambda source, progress: self._llm, takes_any_name=True)
+        models = Models({name: config.model}, lambda *_: self._llm, takes_any_name=True)
         self._app = App(models, Limits(api_keys=config.api_keys, hosts=config.hosts))
 
     async def respond(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[_Head | bytes]:

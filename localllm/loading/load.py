@@ -45,7 +45,8 @@ from localllm.kernels.cpu.host import available_memory, default_threads, memory_
 from localllm.kernels.graph import Graph, LayerTag, Tensor, Weight
 from localllm.loading.devices import Device, open_devices, split_by_rows
 from localllm.loading.model_info import ModelInfo, file_type_name
-from localllm.loading.placement import Placement, Plan, Planner, fit, widened, with_experts_in_file
+from localllm.loading.placement import Placement, Plan, Planner, fit, missing_memory, widened, with_experts_in_file
+from localllm.loading.planned_memory import PlannedMemory, unused_memory
 from localllm.loading.progress import of_stage
 from localllm.loading.projector_files import find_projectors
 from localllm.models.adapters import Adapter, with_adapters
@@ -138,6 +139,7 @@ def load_file(options: LoadOptions) -> LoadedModel:
         draft_info = _draft_info(draft_info, sources)
         _log_info(draft_info, "draft model ")
         info, warnings = replace(info, draft=draft_info), warnings + notices
+    memory = PlannedMemory([info.placement, *([] if info.draft is None else [info.draft.placement])])
     loop = EngineLoop(
         runner,
         drafting,
@@ -146,7 +148,7 @@ def load_file(options: LoadOptions) -> LoadedModel:
         store=store,
         label_of=partial(_cache_label, info, sources[0].adapters),
         is_scoped=options.cache_scope == "key",
-        on_end=partial(_close, devices if encoder is None else (encoder, *devices)),
+        on_end=partial(_close, (*devices, memory) if encoder is None else (encoder, *devices, memory)),
     )
     if store is not None and (notice := store.take_notice()):
         warnings += (Notice(notice),)
@@ -479,7 +481,7 @@ def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
         raise
 
 
-def _close(devices: Sequence[Device | MediaEncoder]) -> None:
+def _close(devices: Sequence[Device | MediaEncoder | PlannedMemory]) -> None:
     for device in devices:
         device.close()
 
@@ -488,7 +490,7 @@ def _plan(
     sources: Sequence[_ModelSource], devices: tuple[Device, ...], options: LoadOptions, encoder: MediaEncoder | None
 ) -> tuple[list[Planner], Plan]:
     """Return planners and plan for the model and its draft model, if any, next to the encoder on the host."""
-    available, sees = available_memory(), None
+    available, sees = max(0, available_memory() - unused_memory()), None
     reserve = RESERVE
     advice: list[str | Argument] = []
     if options.max_memory is not None:
@@ -521,7 +523,10 @@ def _plan(
             raise
         planners, placements = pooled
     notices = _device_warnings(devices) + _plan_warnings(planners[0], placements[0], options)
-    return planners, Plan(placements, free, notices, sees)
+    missing = missing_memory(planners[0], placements[0], options.context)
+    if advice:  # free memory does not raise the user's limit
+        missing = missing._replace(host=0)
+    return planners, Plan(placements, free, notices, sees, missing)
 
 
 def _plan_with_block(

@@ -106,6 +106,21 @@ class CacheSizes:
         return f"pages of {self.page_size:,} tokens: {', '.join(windows)}{states}"
 
 
+class Memory(NamedTuple):
+    """Bytes by kind of memory."""
+
+    host: int = 0
+    gpus: int = 0  # of all GPUs together
+
+    @classmethod
+    def sum(cls, parts: Iterable[Memory]) -> Memory:
+        parts = [*parts]
+        return cls(sum(part.host for part in parts), sum(part.gpus for part in parts))
+
+
+NO_MEMORY = Memory()
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Devices and bytes of a model's weights, cache and buffers."""
@@ -151,6 +166,13 @@ class Placement:
     @property
     def total(self) -> int:
         return self.weights + self.pool + self.kv_cache + self.scratch + self.overhead
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes that unloading the model frees, by kind."""
+        host = self.on(self.host)
+        n_bytes = host.total - host.overhead
+        return Memory(n_bytes, self.total - self.overhead - n_bytes)
 
     @property
     def multiplied(self) -> int:
@@ -208,6 +230,7 @@ class Plan:
     notices: tuple[Notice, ...]  # shortcomings of the plan
     # encoder of images and audio; its bytes are not part of the placements
     encoder: EncoderInfo | None = None
+    missing: Memory = NO_MEMORY  # bytes that more memory would be used for, see `missing_memory`
 
     @property
     def placement(self) -> Placement:
@@ -436,12 +459,27 @@ def fit(
     needs = " and ".join(f"{name} needs {_needs(placed.on(placed.host))}" for name, placed in named_placements)
     before = f"{needs}, but {_gigabytes(available)} is available: {'leave the draft model out, ' if drafts else ''}"
     smaller = [*(advice or [memory_advice()]), " or choose a smaller quantisation of the model"]
-    if fitting < MIN_CONTEXT:
-        raise NotEnoughMemoryError(before, *smaller)
     models = "both" if drafts else "it"
-    raise NotEnoughMemoryError(
-        before, f"load {models} with ", Argument("context", fitting), " or less, or ", *smaller
-    )
+    shorter = [f"load {models} with ", Argument("context", fitting), " or less, or "]
+    error = NotEnoughMemoryError(before, *(shorter if fitting >= MIN_CONTEXT else ()), *smaller)
+    least = n_tokens if context is not None else min(n_tokens, MIN_CONTEXT)
+    error.missing = sum(placed.on(placed.host).total for placed in at(least)) - available
+    raise error
+
+
+def missing_memory(planner: Planner, placement: Placement, context: int | None) -> Memory:
+    """Return the bytes that a model needs in addition for all layers on GPUs, all experts in memory and a context of
+    `SHORT_CONTEXT`.  A longer default context depends on the free memory, but is not missed.
+
+    ``context``: the requested context; None for the default.
+    """
+    on_host = placement.on(placement.host)
+    spilled = [group for group in on_host.groups if group.layers and placement.spilled_layers]
+    n_tokens = min(planner.model.config.context_length, SHORT_CONTEXT)
+    growth = max(0.0, n_tokens / placement.context - 1) if context is None else 0.0
+    host = max(0, placement.experts_in_file - placement.pool) + math.ceil(on_host.kv_cache * growth)
+    gpus = sum(group.weights + group.kv_cache for group in spilled)
+    return Memory(host, gpus + math.ceil((placement.kv_cache - on_host.kv_cache) * growth))
 
 
 def with_experts_in_file(

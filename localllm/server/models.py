@@ -20,13 +20,15 @@ from localllm.engine.engine import Counts
 from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
 from localllm.inspection.steering import Steering
 from localllm.llm import LLM
+from localllm.loading.placement import NO_MEMORY, Memory, Plan
+from localllm.loading.progress import LoadPlan
 from localllm.options.types import LoadProgress
 from localllm.server.keys import CURRENT
 
 _T = TypeVar("_T")
 
-#: Loads a model from a source, and reports progress.
-Loader = Callable[[str | None, LoadProgress], LLM]
+#: Loads a model from a source, and reports progress and the plan.
+Loader = Callable[[str | None, LoadProgress, LoadPlan], LLM]
 
 
 class Preset(NamedTuple):
@@ -41,6 +43,7 @@ class Preset(NamedTuple):
     system: str = ""  # system message of chats that do not start with one
     context: int | None = None  # tokens of context that the options set; None is the default
     has_media_file: bool = False  # whether it is loaded with an encoder of images or audio
+    group: str | None = None  # models of a group share the memory; None is a group of its own
 
 
 class UnknownModelError(LocalLLMError):
@@ -53,6 +56,13 @@ class LoadError(LocalLLMError):
 
 class TooLargeError(LoadError):
     """A model does not fit into memory, even without other models."""
+
+
+class _ShortMemoryError(Exception):
+    """A model would be loaded on fewer GPUs, or with less context, than after unloading ``models``."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self.models = models
 
 
 @dataclass(eq=False)
@@ -102,6 +112,16 @@ class ServedModel:
         if self.llm is not None:
             return self.llm.info.n_bytes
         return self.path.stat().st_size if self.path.is_file() else 0
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes that unloading the model frees, by the plan with which it was loaded."""
+        if (llm := self.llm) is None:
+            return NO_MEMORY
+        info = llm.info
+        encoder = Memory(0 if info.encoder is None else info.encoder.n_bytes)
+        draft = NO_MEMORY if info.draft is None else info.draft.placement.memory
+        return Memory.sum([info.placement.memory, draft, encoder])
 
     @property
     def state(self) -> str:
@@ -269,23 +289,14 @@ class Models:
     async def _load_model(self, served: ServedModel) -> None:
         served.load_progress = 0.0
         self.log(f"loading {served.name}")
-        report = partial(self._report, served)
         try:
-            while True:
-                try:
-                    served.llm = await self._in_thread(served.preset.load, served.preset.source, report)
-                    served.n_loads += 1
-                    break
-                except NotEnoughMemoryError:
-                    idle = [model for model in self.served.values() if model.llm is not None and not model.n_users]
-                    if not idle:
-                        raise
-                    await self._unload(min(idle, key=lambda model: model.used_at))
+            served.llm = await self._load_into_memory(served)
+            served.n_loads += 1
         except Exception as error:
             self.log(f"{served.name} cannot be loaded: {error}")
             error_type: type[LoadError] = LoadError
             if isinstance(error, NotEnoughMemoryError):
-                if any(model.llm is not None for model in self.served.values()):
+                if _sufficient(self._loaded(), error.missing):
                     raise  # the model may fit after the requests of other models have ended
                 error_type = TooLargeError
             why = error.args if isinstance(error, LocalLLMError) else ("the server's log says why",)
@@ -296,6 +307,37 @@ class Models:
         # Stored now, because a request for them after unloading would load the model again.
         with contextlib.suppress(LocalLLMError):  # its template may be invalid
             served.props = await self._in_thread(self.describe, served.llm)
+
+    async def _load_into_memory(self, served: ServedModel) -> LLM:
+        """Load a model, and unload idle models if memory is short: the least recently used first.
+
+        Models of other groups are unloaded first, also if the model could be loaded with less context or with fewer
+        layers on GPUs.  Models of the same group are unloaded only if the model could not be loaded otherwise.
+        """
+        preset, report = served.preset, partial(self._report, served)
+        while True:
+            idle = [model for model in self._loaded() if not model.n_users]
+            others = [model for model in idle if preset.group is None or model.preset.group != preset.group]
+
+            def check(plan: Plan, others: Sequence[ServedModel] = others) -> None:
+                if victims := _fewest(others, plan.missing):
+                    raise _ShortMemoryError(victims)
+
+            try:
+                return await self._in_thread(preset.load, preset.source, report, check)
+            except _ShortMemoryError as error:
+                victims = error.models
+            except NotEnoughMemoryError as error:
+                same = [model for model in idle if model not in others]
+                if not (victims := _sufficient([*others, *same], error.missing)):
+                    raise
+            for model in victims:
+                if not model.n_users:  # a request may have come for it since
+                    await self._unload(model)
+
+    def _loaded(self) -> list[ServedModel]:
+        """Return the loaded models, the least recently used first."""
+        return sorted((m for m in self.served.values() if m.llm is not None), key=lambda model: model.used_at)
 
     async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
@@ -346,6 +388,34 @@ class Models:
         for served in self.served.values():
             await self._unload(served)
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _fewest(models: Sequence[ServedModel], missing: Memory) -> list[ServedModel]:
+    """Return the fewest models whose memory is sufficient, or if it is not, all models with such memory.
+
+    ``models``: the first is preferred.
+    """
+    fewest = [model for model in models if any(map(min, model.memory, missing))]
+    for model in reversed(fewest):
+        others = [other for other in fewest if other is not model]
+        if _covers(others, missing):
+            fewest = others
+    return fewest
+
+
+def _sufficient(models: Sequence[ServedModel], missing: int | None) -> list[ServedModel]:
+    """Return the fewest models that have ``missing`` bytes on the host: empty if all of them have fewer.
+
+    With None the number is unknown, and the first model is returned.
+    """
+    if missing is None:
+        return [*models[:1]]
+    return _fewest(models, Memory(missing)) if _covers(models, Memory(missing)) else []
+
+
+def _covers(models: Sequence[ServedModel], missing: Memory) -> bool:
+    memory = Memory.sum(model.memory for model in models)
+    return memory.host >= missing.host and memory.gpus >= missing.gpus
 
 
 def _key(name: str) -> str:

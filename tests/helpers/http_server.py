@@ -106,13 +106,12 @@ def scripted(reply: Callable[[str], str] | str, **options: Any) -> Loader:
     """Return a loader of models that answer with ``reply``."""
     answer = (lambda prompt: reply) if isinstance(reply, str) else reply
     given = {"device": "cpu", "threads": 1, "parallel": 4, "chat_template": TOOLS_TEMPLATE, **options}
-    return lambda source, progress: ScriptedLLM(answer, given)
+    return lambda source, progress, planned: ScriptedLLM(answer, given)
 
 
 def demo(**options: Any) -> Loader:
-    return lambda source, progress: LLM(
-        load_file(LoadOptions(**{"device": "cpu", "threads": 1, "parallel": 4, **options}, progress=progress))
-    )
+    given = {"device": "cpu", "threads": 1, "parallel": 4, **options}
+    return lambda source, progress, planned: LLM(load_file(LoadOptions(**given, progress=progress, planned=planned)))
 
 
 @dataclass

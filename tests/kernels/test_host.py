@@ -301,3 +301,16 @@ def test_more_threads_than_processors_are_allowed_up_to_a_limit(monkeypatch: pyt
     for cpus, most in ((1, 64), (2, 64), (16, 64), (64, 256)):
         monkeypatch.setattr(host, "usable_cpus", lambda cpus=cpus: cpus)
         assert host.most_threads() == most
+
+
+def test_used_memory_is_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = host.used_memory()
+    data = b"\1" * (64 << 20)
+    assert 60 << 20 < host.used_memory() - before < 80 << 20
+    del data
+    statm = tmp_path / "statm"
+    statm.write_text("900 300 100 1 0 5 0\n")
+    monkeypatch.setattr(host, "_OWN_MEMORY", statm)
+    assert host.used_memory() == 200 * mmap.PAGESIZE
+    monkeypatch.setattr(host, "_OWN_MEMORY", tmp_path / "missing")
+    assert host.used_memory() > 10 << 20

@@ -39,6 +39,7 @@ from localllm.options.settings import Settings, load_settings, skills_folder
 if TYPE_CHECKING:
     from localllm.inspection.steering import Steering
     from localllm.llm import LLM
+    from localllm.loading.progress import LoadPlan
     from localllm.options.types import LoadProgress
     from localllm.server.app import App
     from localllm.server.http import Limits
@@ -167,6 +168,7 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         model_arguments = arguments_of(name, section)
         aliases, tags = _split_commas(model_arguments.aliases), _split_commas(model_arguments.tags)
         listed: dict[str, Any] = {"aliases": aliases, "tags": tags, "system": section.get("system", "")}
+        listed["group"] = section.get("group")
         try:
             chat_template(model_arguments)
             _, load_preset = _loader(model_arguments, stats)
@@ -179,11 +181,13 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
             return Preset(section["model"], partial(load_again, name, section), model_arguments.ttl, **listed)
         return Preset(source, load_preset, model_arguments.ttl, adapters=_adapters(model_arguments), **listed)
 
-    def load_again(name: str, section: Mapping[str, Any], source: str | None, progress: LoadProgress) -> LLM:
+    def load_again(
+        name: str, section: Mapping[str, Any], source: str | None, progress: LoadProgress, planned: LoadPlan
+    ) -> LLM:
         """Load a model whose preset was not usable when the server started."""
         section = read_presets(arguments.presets).get(name, section)  # its files may be there now
         usable = preset(name, section, is_again=True)
-        return usable.load(usable.source, progress)
+        return usable.load(usable.source, progress, planned)
 
     def options_of(name: str, section: Mapping[str, Any]) -> tuple[Loader, int | None]:
         model_arguments = arguments_of(name, section)
@@ -270,7 +274,7 @@ def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Load
     defaults.pop("adapters", None)  # requests name their adapters
     CheckedOptions.of(defaults)
 
-    def load_model(source: str | None, progress: LoadProgress) -> LLM:
+    def load_model(source: str | None, progress: LoadProgress, planned: LoadPlan) -> LLM:
         from localllm.llm import load
         from localllm.loading.progress import CompileNotice
 
@@ -281,7 +285,7 @@ def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Load
             notice(stage, n_done, total)
 
         options = load_options(arguments, source, max_waiting=arguments.max_queue)
-        llm = load(source, **options, progress=report)
+        llm = load(source, **options, progress=report, planned=planned)
         llm.template_variables = template_variables(arguments)
         llm.defaults |= defaults
         llm.prepare_grammars()

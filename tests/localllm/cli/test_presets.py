@@ -27,6 +27,7 @@ chat_template_kwargs = {enable_thinking = false}
 alias = ["gpt-4o"]
 ttl = 600
 max_tokens = 4
+group = "chat"
 
 ["org/repo:Q4_0"]
 top_k = 3
@@ -62,6 +63,7 @@ def test_a_section_says_what_the_command_line_does_not(path: Path) -> None:
     generated = parsed("generate", section=sections["small"])
     assert generated.context == 512
     assert not hasattr(generated, "ttl")
+    assert sections["small"]["group"] == "chat"
 
 
 def test_generate_and_chat_take_a_section_for_a_model(
@@ -96,6 +98,7 @@ def test_models_toml_beside_the_settings_is_read(path: Path, monkeypatch: pytest
         ("[a]\nport = 1", "has 'port', which is not"),
         ("[a]\nverbose = true", "has 'verbose', which is not"),
         ("[a]\nmodel = 5", r"\[a\] of .* has model = 5: give the name of a file in quotes"),
+        ("[a]\ngroup = ['b']", r"\[a\] of .* has group = \['b'\]: give the name of a group in quotes"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(path: Path, text: str, message: str) -> None:

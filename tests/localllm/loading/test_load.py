@@ -20,8 +20,9 @@ from localllm.kernels.cpu import backend as cpu_backend, host
 from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.thread_choice import ThreadChoice
 from localllm.llm import LLM
-from localllm.loading import load
+from localllm.loading import load, planned_memory
 from localllm.loading.placement import Format
+from localllm.options.declared import LoadOptions
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
 from tests.helpers.blocks import random_rows
@@ -254,3 +255,21 @@ def test_a_damaged_vocabulary_ends_loading(is_early: bool, tmp_path: Path, monke
     assert "localllm-tokenizer" not in [thread.name for thread in threading.enumerate()]
     assert not is_early or not packed
     path.unlink()
+
+
+def test_the_cache_of_a_loaded_model_is_not_given_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system reports memory that a cache has not written yet as available."""
+    monkeypatch.setattr(planned_memory, "_open", set())
+    monkeypatch.setattr(load, "available_memory", lambda: 4 << 30)
+    options = LoadOptions(device="cpu", context=512, parallel=1)
+    assert load.plan_file(options).free == {"cpu": 4 << 30}
+    with localllm.load(None, device="cpu", context=1024, parallel=1) as llm:
+        placed = llm.info.placement
+        for used, unused in (
+            (0, placed.kv_cache),
+            (placed.memory.host - 1000, 1000),
+            (placed.total + 1000, 0),
+        ):
+            monkeypatch.setattr(planned_memory, "used_memory", lambda used=used: used)
+            assert load.plan_file(options).free == {"cpu": (4 << 30) - unused}
+    assert load.plan_file(options).free == {"cpu": 4 << 30}

@@ -24,9 +24,11 @@ from localllm.loading.placement import (
     MIN_CONTEXT,
     OVERHEAD_BYTES,
     SHORT_CONTEXT,
+    Memory,
     Placement,
     Planner,
     fit,
+    missing_memory,
     widened,
 )
 from localllm.models.config import ModelConfig
@@ -437,6 +439,26 @@ def test_placement_on_several_devices() -> None:
     asked_for = plan(planner(gpus=(1 << 40,), n_gpu_layers=5), 1 << 50, 1000)
     assert (asked_for.groups, asked_for.spilled_layers) == (placed.groups, 0)
     assert plan(planner(gpus=(1 << 40,)), 1 << 50).spilled_layers == 0
+
+
+def test_memory_by_kind_and_what_is_missing() -> None:
+    per_layer, output = IN_LAYERS // LAYERS + 1008 * TOKEN_BYTES // LAYERS, HEAD + 2 * WIDTH
+    scratch, logits = MICRO_BATCH * SCRATCH, (32 << 20) // LOGITS * LOGITS  # of one micro-batch
+    on_gpu = 5 * per_layer + output + scratch + logits
+    split = planner(gpus=(on_gpu,))
+    placed = plan(split, 1 << 50, 1000)
+    assert placed.memory == Memory(placed.total - OVERHEAD_BYTES - on_gpu, on_gpu)
+    assert Memory.sum([placed.memory, Memory(1, 2)]) == Memory(placed.memory.host + 1, on_gpu + 2)
+    assert missing_memory(split, placed, 1000) == Memory(0, 17 * per_layer)
+    chosen = planner(gpus=(1 << 40,), n_gpu_layers=5)
+    assert missing_memory(chosen, plan(chosen, 1 << 50, 1000), 1000) == Memory()
+    short = place(available := place(context=1024).total)
+    assert short.context == 1024
+    assert missing_memory(planner(), short, None) == Memory(3 * short.kv_cache)
+    assert missing_memory(planner(), short, 1024) == Memory()
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        place(available, context=2048)
+    assert caught.value.missing == place(context=2048).total - available
 
 
 def test_a_shared_embedding_and_output_matrix_is_on_both_devices() -> None:

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Serving]:
-    def load(source: str | None, progress: object) -> localllm.LLM:
+    def load(source: str | None, progress: object, planned: object) -> localllm.LLM:
         assert source is not None
         return localllm.load(source, device="cpu")
 

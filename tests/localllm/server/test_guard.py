@@ -497,7 +497,7 @@ def test_a_request_that_has_yet_to_arrive_does_not_delay_the_end() -> None:
 def test_a_load_ends_with_the_server() -> None:
     begun = threading.Event()
 
-    def endless_load(source: str | None, progress: LoadProgress) -> LLM:
+    def endless_load(source: str | None, progress: LoadProgress, planned: object) -> LLM:
         while True:
             begun.set()
             progress("weights", 1, 100)

@@ -155,10 +155,10 @@ def test_named_templates_are_shown() -> None:
 def test_a_server_that_loads_its_model_is_not_ready() -> None:
     goes_on = threading.Event()
 
-    def slow(source: str | None, progress: Any) -> LLM:
+    def slow(source: str | None, progress: Any, planned: Any) -> LLM:
         progress("weights", 42, 100)
         assert goes_on.wait(60)
-        return demo()(source, progress)
+        return demo()(source, progress, planned)
 
     with serving(slow, loads_first=True) as server:
         assert eventually(lambda: server.models.served["demo"].load_progress == 0.42)

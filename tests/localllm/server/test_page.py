@@ -801,10 +801,10 @@ def test_a_key_is_asked_for_or_comes_in_the_address(browser: Any) -> None:
 def test_loading_shows_its_progress(browser: Any) -> None:
     goes_on, load = threading.Event(), scripted(script)
 
-    def slow(source: str | None, progress: Any) -> Any:
+    def slow(source: str | None, progress: Any, planned: Any) -> Any:
         progress("weights", 42, 100)
         goes_on.wait(30)
-        return load(source, progress)
+        return load(source, progress, planned)
 
     with serving(slow) as server:
         page = browser.new_page()

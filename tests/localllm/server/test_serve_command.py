@@ -453,4 +453,4 @@ def inline(page: Path) -> list[str]:
 
 
 def test_models_are_made_without_an_event_loop() -> None:
-    assert Models({"a": None}, lambda source, progress: None).find("a").state == "unloaded"  # type: ignore[arg-type, return-value]
+    assert Models({"a": None}, lambda *_: None).find("a").state == "unloaded"  # type: ignore[arg-type, return-value]
