@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -29,8 +30,8 @@ from localllm.options.settings import settings_path
 #: Placeholders of flags whose values are files.  Relative paths start at the folder of the presets file.
 _FILES = ("FILE", "ADAPTER[=X]")
 
-#: Keys that are not flags.  Their values are strings.
-_NO_FLAGS = ("model", "group")
+#: Keys that are not flags, and the meaning of their values.
+_NO_FLAGS = {"model": "name of a file", "group": "name of a group", "system": "system message"}
 
 #: Groups and flags of ``serve`` that apply to the whole server, or name the model.
 _OF_THE_SERVER = ("access", "output")
@@ -53,7 +54,10 @@ def ollama_preset(name: str) -> dict[str, Any] | None:
 
 
 def read_presets(file: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the sections of a file, by default ``models.toml`` next to the settings file, with absolute paths."""
+    """Return the sections of a file, by default ``models.toml`` next to the settings file, with absolute paths.
+
+    `check_preset` checks a section, so that a faulty section does not affect the others.
+    """
     settings = settings_path()
     path = expanded(file) if file is not None else settings and settings.parent / "models.toml"
     if path is None or (file is None and not path.is_file()):
@@ -65,21 +69,27 @@ def read_presets(file: Path | None) -> dict[str, dict[str, Any]]:
         sections = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{shown} is not valid TOML: {error}") from None
-    actions = _actions(parser_of("serve"))
+    actions = _actions_of_serve()
     for name, section in sections.items():
         if not isinstance(section, dict):
             raise UsageError(f"{shown} has {name!r:.80} outside of a section: write [NAME] above each model's keys")
         for key, value in section.items():
-            if key not in _NO_FLAGS and key.replace("-", "_") not in actions:
-                raise UsageError(f"[{name}] of {shown} has {key!r:.80}, which is not a flag that a model can have")
-            if key in _NO_FLAGS and not isinstance(value, str):
-                of = "a file" if key == "model" else "a group"
-                raise UsageError(f"[{name}] of {shown} has {key} = {value!r:.80}: give the name of {of} in quotes")
-            if key == "model" or (key != "group" and actions[key.replace("-", "_")].metavar in _FILES):
+            action = actions.get(key.replace("-", "_"))
+            if key == "model" or (action is not None and action.metavar in _FILES):
                 values = [_resolved(path, item) for item in (value if isinstance(value, list) else [value])]
                 section[key] = values if isinstance(value, list) else values[0]
         section.setdefault("model", name)
     return sections
+
+
+def check_preset(section: Mapping[str, Any], name: str) -> None:
+    """Raise UsageError if a section has a key or a value that no model can have."""
+    for key, value in section.items():
+        if key not in _NO_FLAGS and key.replace("-", "_") not in _actions_of_serve():
+            raise UsageError(f"[{name}] of the file of models has {key!r:.80}, which no model can have: remove it")
+        if key in _NO_FLAGS and not isinstance(value, str):
+            fault = f"[{name}] of the file of models has {key} = {value!r:.80}"
+            raise UsageError(f"{fault}: write the {_NO_FLAGS[key]} in quotes")
 
 
 def _resolved(path: Path, value: Any) -> Any:
@@ -88,6 +98,11 @@ def _resolved(path: Path, value: Any) -> Any:
         return value
     names = [name for name in (value, value.rpartition("=")[0]) if name]
     return str(path.parent / value) if any(os.path.lexists(path.parent / name) for name in names) else value
+
+
+@functools.cache
+def _actions_of_serve() -> dict[str, argparse.Action]:
+    return _actions(parser_of("serve"))
 
 
 def _actions(parser: Parser) -> dict[str, argparse.Action]:
@@ -102,7 +117,11 @@ def _actions(parser: Parser) -> dict[str, argparse.Action]:
 
 
 def apply_preset(parser: Parser, arguments: argparse.Namespace, section: Mapping[str, Any], name: str) -> None:
-    """Sets the arguments of a section, unless the command line sets them.  Ignores flags of other commands."""
+    """Sets the arguments of a section, unless the command line sets them.  Ignores flags of other commands.
+
+    Raises UsageError if the section is invalid.
+    """
+    check_preset(section, name)
     flags, actions = list[str](), _actions(parser)
     for key, value in section.items():
         action = actions.get(key.replace("-", "_"))

@@ -43,7 +43,7 @@ class Preset(NamedTuple):
     system: str = ""  # system message of chats that do not start with one
     context: int | None = None  # tokens of context that the options set; None is the default
     has_media_file: bool = False  # whether it is loaded with an encoder of images or audio
-    group: str | None = None  # models of a group share the memory; None is a group of its own
+    group: str | None = None  # models of a group share the memory; None if the model is alone
 
 
 class UnknownModelError(LocalLLMError):
@@ -115,7 +115,7 @@ class ServedModel:
 
     @property
     def memory(self) -> Memory:
-        """Bytes that unloading the model frees, by the plan with which it was loaded."""
+        """Planned bytes, which unloading the model frees."""
         if (llm := self.llm) is None:
             return NO_MEMORY
         info = llm.info
@@ -404,7 +404,7 @@ def _fewest(models: Sequence[ServedModel], missing: Memory) -> list[ServedModel]
 
 
 def _sufficient(models: Sequence[ServedModel], missing: int | None) -> list[ServedModel]:
-    """Return the fewest models that have ``missing`` bytes on the host: empty if all of them have fewer.
+    """Return the fewest models that have ``missing`` bytes on the host; empty if all together have fewer.
 
     With None the number is unknown, and the first model is returned.
     """

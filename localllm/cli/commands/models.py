@@ -87,12 +87,13 @@ def _presets(settings: Settings) -> list[LocalModel]:
     """Return the models of the file of presets, under their sections' names."""
     from localllm.catalog.find import find
     from localllm.catalog.listing import LocalModel
-    from localllm.cli.presets import read_presets
+    from localllm.cli.presets import check_preset, read_presets
 
     models = []
     for name, section in read_presets(None).items():
         path, n_bytes, error = Path(str(section["model"])), 0, None
         try:
+            check_preset(section, name)
             path = Path(find(str(section["model"]), settings.model_folders))
             n_bytes = path.stat().st_size
         except LocalLLMError as failure:

@@ -165,11 +165,16 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         return model_arguments
 
     def preset(name: str, section: Mapping[str, Any], is_again: bool = False) -> Preset:
-        model_arguments = arguments_of(name, section)
-        aliases, tags = _split_commas(model_arguments.aliases), _split_commas(model_arguments.tags)
-        listed: dict[str, Any] = {"aliases": aliases, "tags": tags, "system": section.get("system", "")}
-        listed["group"] = section.get("group")
+        listed = dict[str, Any]()
         try:
+            model_arguments = arguments_of(name, section)
+            listed |= {
+                "ttl_s": model_arguments.ttl,
+                "aliases": _split_commas(model_arguments.aliases),
+                "tags": _split_commas(model_arguments.tags),
+                "system": section.get("system", ""),
+                "group": section.get("group"),
+            }
             chat_template(model_arguments)
             _, load_preset = _loader(model_arguments, stats)
             listed |= {"context": model_arguments.context, "has_media_file": model_arguments.mmproj is not None}
@@ -178,8 +183,8 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
             if is_again or len(presets) == 1:
                 raise
             warn(f"the model {name} is not available: {error}")
-            return Preset(section["model"], partial(load_again, name, section), model_arguments.ttl, **listed)
-        return Preset(source, load_preset, model_arguments.ttl, adapters=_adapters(model_arguments), **listed)
+            return Preset(str(section["model"]), partial(load_again, name, section), **listed)
+        return Preset(source, load_preset, adapters=_adapters(model_arguments), **listed)
 
     def load_again(
         name: str, section: Mapping[str, Any], source: str | None, progress: LoadProgress, planned: LoadPlan

@@ -94,17 +94,33 @@ def test_models_toml_beside_the_settings_is_read(path: Path, monkeypatch: pytest
     [
         ("[a", "is not valid TOML"),
         ("model = 'demo'", "has 'model' outside of a section"),
-        ("[a]\ncolour = 1", r"\[a\] of .* has 'colour', which is not a flag that a model can have"),
-        ("[a]\nport = 1", "has 'port', which is not"),
-        ("[a]\nverbose = true", "has 'verbose', which is not"),
-        ("[a]\nmodel = 5", r"\[a\] of .* has model = 5: give the name of a file in quotes"),
-        ("[a]\ngroup = ['b']", r"\[a\] of .* has group = \['b'\]: give the name of a group in quotes"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(path: Path, text: str, message: str) -> None:
+def test_a_file_that_cannot_be_read(path: Path, text: str, message: str) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=message):
         read_presets(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour = 1", r"\[small\] of .* has 'colour', which no model can have"),
+        ("port = 1", "has 'port', which no model"),
+        ("verbose = true", "has 'verbose', which no model"),
+        ("model = 5", r"\[small\] of .* has model = 5: write the name of a file in quotes"),
+        ("group = ['b']", r"\[small\] of .* has group = \['b'\]: write the name of a group in quotes"),
+        ("system = 1", "write the system message in quotes"),
+        ("context = 'many'", "argument -c/--ctx-size/--context"),
+        ("top_k = 'many'", "argument --top-k"),
+    ],
+)
+def test_a_faulty_section_affects_no_other(path: Path, text: str, message: str) -> None:
+    path.write_text(f"[good]\nmodel = 'demo'\n[small]\n{text}\n", encoding="utf-8")
+    sections = read_presets(path)
+    parsed("serve", section=sections["good"])
+    with pytest.raises(UsageError, match=message):
+        parsed("serve", section=sections["small"])
 
 
 FILES = ("model", "mmproj", "mm", "md", "draft-model", "model_draft", "chat_template_file", "jf", "grammar-file")
@@ -125,9 +141,7 @@ def test_a_name_that_no_file_can_have_stays_as_it_is(path: Path) -> None:
         assert read_presets(path) == {"a": {"model": name}}
 
 
-def test_a_wrong_value_is_told_with_its_section(path: Path) -> None:
-    with pytest.raises(UsageError, match=r"\[small\] of the file of models: argument --top-k"):
-        parsed("serve", section={"top_k": "many"})
+def test_a_missing_file(path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         read_presets(path.with_name("missing.toml"))
 
@@ -141,3 +155,11 @@ def test_presets_are_listed_with_the_models(
     assert names[:2] == ["small", "org/repo:Q4_0"]
     assert "llama" in lines[1]
     assert lines[2].endswith("cannot be read")
+    path.write_text("[good]\nmodel = 'demo'\ngroup = 'chat'\n[bad]\nmodel = 'demo'\ncolour = 1\n", encoding="utf-8")
+    outcome = run_main(capfdbinary, "models")
+    good, bad = outcome.out.splitlines()[1:3]
+    assert good.startswith("good\t")
+    assert not good.endswith("cannot be read")
+    assert bad.startswith("bad\t")
+    assert bad.endswith("cannot be read")
+    assert "bad: [bad] of the file of models has 'colour'" in outcome.err

@@ -186,6 +186,24 @@ def test_a_server_whose_only_model_cannot_be_loaded_ends_with_the_reason(tmp_pat
     assert done.err.splitlines()[-1] == f"localllm: error: {missing} does not exist: check the path"
 
 
+def test_a_faulty_section_can_be_corrected_while_the_server_runs(tmp_path: Path) -> None:
+    presets, good = tmp_path / "models.toml", '[good]\nmodel = "demo"\n'
+    presets.write_text(f'{good}[bad]\nmodel = "demo"\nalias = ["gpt-4o"]\ncontext = "many"\n')
+    with started("-q", "--port", 0, "--models", presets, warns=True) as (_, url):
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+
+        def post(name: str) -> httpx.Response:
+            return httpx.post(f"{url}/v1/chat/completions", json=body | {"model": name}, timeout=300)
+
+        assert post("good").status_code == 200
+        assert post("bad").status_code == 500
+        assert (
+            "[bad] of the file of models: argument -c/--ctx-size/--context" in post("bad").json()["error"]["message"]
+        )
+        presets.write_text(f'{good}[bad]\nmodel = "demo"\ncontext = 512\n')
+        assert post("bad").status_code == 200
+
+
 @pytest.mark.parametrize("content", [None, b"GGUF" + bytes(100)])
 def test_one_model_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path, content: bytes | None) -> None:
     model, presets = tmp_path / "big.gguf", tmp_path / "models.toml"
