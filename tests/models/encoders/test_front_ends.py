@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import re
 import shlex
 import shutil
@@ -23,6 +24,7 @@ import pytest
 
 import localllm
 from localllm import LLM, web
+from localllm.catalog import known_models
 from localllm.chat.conversation import Media
 from localllm.compat import Llama, Llava15ChatHandler
 from localllm.errors import ContextLengthError, LocalLLMError, ModelError, TemplateError, UsageError
@@ -121,26 +123,46 @@ def test_the_command_of_the_documentation(
     assert (outcome.code, outcome.out.rstrip("\n")) == (0, expected)
 
 
-def test_a_vision_model_is_pulled_by_a_short_name_and_answers(
+def test_the_first_minutes_of_an_ollama_user(
     llm: LLM,
     files: Path,
     tmp_path: Path,
     capfdbinary: pytest.CaptureFixture[bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first command downloads the model with its encoder, the second one answers without the hub."""
+    """Three words download the format that fits, and chat.  Then commands and clients of Ollama use the model."""
     photo = tmp_path / "cat.jpg"
     picture(75, 130).save(photo)
-    more = ["--image", photo, "-n", "8", "--temp", "0", "--ignore-eos", "-c", "512", "-t", "1", "-q"]
-    expected = llm.chat(messages(photo, "What is this?"), max_tokens=8, temperature=0, ignore_eos=True).text
+    asked_here = llm.chat(messages(photo, "What is this?"), max_tokens=8, temperature=0, ignore_eos=True).text
+    monkeypatch.setattr(known_models, "available_bytes", lambda: 10**10)
+    monkeypatch.setenv("LOCALLLM_DATA", str(tmp_path / "data"))
     with hub_of_this_process(tmp_path, monkeypatch) as hub:
-        names = {"gemma-3-4b-it-Q4_K_M.gguf": "model.gguf", "mmproj-model-f16.gguf": "mmproj.gguf"}
-        contents = {name: (files / file).read_bytes() for name, file in names.items()}
-        hub.repos["ggml-org/gemma-3-4b-it-GGUF"] = Repo(contents)
-        outcome = run_main(capfdbinary, "run", "gemma3", "What is this?", *more)
-        assert (outcome.code, outcome.out.rstrip("\n")) == (0, expected), outcome.err
-    outcome = run_main(capfdbinary, "generate", "-m", "gemma3:4b", "-p", "What is this?", *more)
-    assert (outcome.code, outcome.out.rstrip("\n")) == (0, expected), outcome.err
+        formats = {f"gemma-3-4b-it-{name}.gguf": (files / "model.gguf").read_bytes() for name in ("Q8_0", "Q4_K_M")}
+        encoder = {"mmproj-model-f16.gguf": (files / "mmproj.gguf").read_bytes()}
+        hub.repos["ggml-org/gemma-3-4b-it-GGUF"] = Repo(formats | encoder)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello!\n"), encoding="utf-8"))
+        outcome = run_main(capfdbinary, "run", "gemma3", "-n", "2", "--ignore-eos")
+        assert outcome.code == 0, outcome.err
+        assert "gemma3 is ggml-org/gemma-3-4b-it-GGUF:Q4_K_M on the hub" in outcome.err
+        assert "mmproj-model-f16.gguf is next to the model: it lets the model accept images" in outcome.err
+        assert outcome.out
+    more = ["--image", photo, "-n", "8", "--temp", "0", "--ignore-eos", "-c", "512", "-t", "1", "-q"]
+    outcome = run_main(capfdbinary, "run", "gemma3", "What is this?", *more)  # without the hub
+    assert (outcome.code, outcome.out.rstrip("\n")) == (0, asked_here), outcome.err
+    assert "ggml-org/gemma-3-4b-it-GGUF:Q4_K_M" in run_main(capfdbinary, "list").out
+    assert "gemma3" in run_main(capfdbinary, "show", "gemma3").out
+    ollama = pytest.importorskip("ollama")
+    flags = ("-q", "--port", 0, "-c", 512, "-t", 1)
+    with started(*flags, HF_HOME=tmp_path, HF_HUB_OFFLINE=1) as (_, url), ollama.Client(url) as client:
+        assert "ggml-org/gemma-3-4b-it-GGUF:Q4_K_M" in [model.model for model in client.list().models]
+        assert "vision" in client.show("gemma3").capabilities
+        message = {"role": "user", "content": "What is this?", "images": [photo.read_bytes()]}
+        options = {"temperature": 0, "num_predict": 8, "ignore_eos": True}
+        assert client.chat("gemma3", [message], options=options).message.content == asked_here
+        assert [model.model for model in client.ps().models] == ["ggml-org/gemma-3-4b-it-GGUF:Q4_K_M"]
+    outcome = run_main(capfdbinary, "rm", "gemma3", "--yes")
+    assert outcome.code == 0, outcome.err
+    assert "gemma-3-4b" not in run_main(capfdbinary, "list").out
 
 
 def test_the_python_of_the_documentation(llm: LLM, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
