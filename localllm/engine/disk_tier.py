@@ -345,7 +345,9 @@ class DiskTier:
         )
         if block is None:
             raise ValueError("no page is available")
-        self.n_restored += len(level.ids) if 0 in data else 0
+        if 0 in data:
+            self.n_restored += len(level.ids)
+            restoring.request.n_restored += len(level.ids)
         restoring.parent = block
 
     def _read_ahead(self, restoring: _Restoring) -> None:

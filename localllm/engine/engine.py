@@ -89,7 +89,8 @@ class Counts:
     step_s: float = 0.0  # evaluation time of all steps, in seconds
     prompt_tokens: int = 0  # evaluated prompt tokens
     cached_tokens: int = 0  # prompt tokens found in the cache; added when a request ends
-    restored_tokens: int = 0  # tokens of the cache that were read from disk
+    disk_tokens: int = 0  # tokens of ``cached_tokens`` that were read from disk for their request
+    restored_tokens: int = 0  # tokens of the cache that were read from disk, also if the request was cancelled
     generated_tokens: int = 0
     ended: int = 0  # requests
     preempted: int = 0  # preemptions
@@ -638,6 +639,7 @@ class EngineLoop:
         self.waiting.discard(request)
         self.counts.ended += 1
         self.counts.cached_tokens += request.n_cached
+        self.counts.disk_tokens += min(request.n_cached, request.n_restored)
         self.counts.longest = max(self.counts.longest, len(request.tokens))
         request.finish_reason, request.is_choosing = reason, False
         if request.drafter is not None:

@@ -141,6 +141,7 @@ class Request:
     drafts: list[int] = field(default_factory=list)  # proposed continuation of ``tokens``
     n_prompt: int = 0
     n_cached: int = 0  # prompt tokens found in the cache
+    n_restored: int = 0  # prompt tokens that the cache read from disk for this request
     n_reached: int = 0  # most tokens ever in the cache; preemption lowers the current number
     n_again: int = 0  # generated tokens to evaluate again after rejected drafts
     choosing_s: float = math.inf  # seconds that its last choice took, for a grammar

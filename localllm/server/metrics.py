@@ -56,7 +56,10 @@ class _EngineMetric(NamedTuple):
     help: str
     value: Callable[[_Sample], float]
     aliases: tuple[str, ...] = ()
+    tier: str = ""  # value of the label ``tier``; empty without this label
 
+
+_CACHED = "Prompt tokens found in the cache, in memory or on disk"
 
 _ENGINE_METRICS = (
     _EngineMetric(
@@ -73,14 +76,17 @@ _ENGINE_METRICS = (
     ),
     _EngineMetric(
         "localllm_prompt_tokens_cached_total",
-        "Prompt tokens found in the cache, in memory or on disk",
-        lambda of: of.counts.cached_tokens,
+        _CACHED,
+        lambda of: of.counts.cached_tokens - of.counts.disk_tokens,
         ("llamacpp:prompt_tokens_cached_total", "vllm:prefix_cache_hits_total"),
+        tier="memory",
     ),
     _EngineMetric(
-        "localllm_prompt_tokens_restored_total",
-        "Tokens of the cache read from disk",
-        lambda of: of.counts.restored_tokens,
+        "localllm_prompt_tokens_cached_total",
+        _CACHED,
+        lambda of: of.counts.disk_tokens,
+        ("llamacpp:prompt_tokens_cached_total", "vllm:prefix_cache_hits_total"),
+        tier="disk",
     ),
     _EngineMetric(
         "localllm_generated_tokens_total",
@@ -185,18 +191,20 @@ class _ModelCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         loaded = _family("localllm_model_loaded", "Whether the model is loaded")
         loads = _family("localllm_model_loads_total", "Number of times that the model was loaded")
-        families = [_family(metric.name, metric.help) for metric in _ENGINE_METRICS]
+        families = {of.name: _family(of.name, of.help, ["tier"] if of.tier else []) for of in _ENGINE_METRICS}
         for model in list(self._models.served.values()):
             loaded.add_metric([model.name], model.llm is not None)
             loads.add_metric([model.name], model.n_loads)
             if (sample := _sample(model)) is not None:
-                for metric, family in zip(_ENGINE_METRICS, families, strict=True):
-                    family.add_metric([model.name], metric.value(sample))
-        yield from (loaded, loads, *families)
+                for metric in _ENGINE_METRICS:
+                    labels = [model.name, *([metric.tier] if metric.tier else [])]
+                    families[metric.name].add_metric(labels, metric.value(sample))
+        yield from (loaded, loads, *families.values())
 
 
-def _family(name: str, help: str) -> Any:
-    return (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, help, labels=["model"])
+def _family(name: str, help: str, labels: Sequence[str] = ()) -> Any:
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    return kind(name, help, labels=["model", *labels])
 
 
 def _sample(model: ServedModel) -> _Sample | None:
@@ -402,11 +410,18 @@ class _Families(Collector):
 
 
 def _renamed(family: Metric, name: str) -> Metric:
-    """Return a family under the name of another program.  vLLM's label for the model is ``model_name``."""
-    renamed = Metric(name, family.documentation, family.type)
+    """Return a family under the name of another program, where the tiers of the cache are one value.
+
+    vLLM's label for the model is ``model_name``.
+    """
+    values = dict[tuple[str, tuple[tuple[str, str], ...]], float]()
     for sample in family.samples:
-        labels = dict(sample.labels)
+        labels = {label: value for label, value in sample.labels.items() if label != "tier"}
         if name.startswith("vllm:"):
             labels["model_name"] = labels["model"]
-        renamed.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
+        key = name + sample.name.removeprefix(family.name), tuple(labels.items())
+        values[key] = values.get(key, 0) + sample.value
+    renamed = Metric(name, family.documentation, family.type)
+    for (sample_name, items), value in values.items():
+        renamed.add_sample(sample_name, dict(items), value)
     return renamed

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -169,12 +170,10 @@ def test_every_metric_has_one_head_and_a_model_always_has_its_label(server: Serv
 
 
 def test_names_of_other_programs_remain_and_have_the_same_values(server: Serving) -> None:
-    samples = {
-        sample.name: sample.value
-        for family in families(scrape(server))
-        for sample in family.samples
-        if sample.labels.get("model") == "demo"
-    }
+    samples = Counter[str]()
+    for sample in (sample for family in families(scrape(server)) for sample in family.samples):
+        if sample.labels.get("model") == "demo":
+            samples[sample.name] += sample.value  # type: ignore[assignment]
     assert {f"llamacpp:{name}" for name in LLAMACPP.split()} <= samples.keys()
     for theirs, ours in VLLM.items():
         assert samples[f"vllm:{theirs}"] == samples[f"localllm_{ours}"], theirs
@@ -203,13 +202,11 @@ def test_the_dashboard_names_metrics_and_labels_that_exist(server: Serving) -> N
     for query in queries:
         names = re.findall(r"\b(?:localllm|process|llamacpp:|vllm:)_?\w+", query)
         assert names, query
+        grouped = {*re.findall(r"\w+", " ".join(re.findall(r"by \((.*?)\)", query)))}
         for name in names:
             assert name in labels, query
-            used = {
-                *re.findall(r'(\w+)=~?"', query),
-                *re.findall(r"\w+", " ".join(re.findall(r"by \((.*?)\)", query))),
-            }
-            assert used <= labels[name], query
+            selectors = " ".join(re.findall(rf"\b{name}{{(.*?)}}", query))
+            assert {*re.findall(r'(\w+)=~?"', selectors), *grouped} <= labels[name], query
     if shutil.which("promtool") is not None:
         expressions = [query.replace("$__rate_interval", "5m") for query in queries if "label_values" not in query]
         rules = [{"record": f"panel:{n}", "expr": query} for n, query in enumerate(expressions)]
@@ -262,6 +259,21 @@ def test_a_reply_is_observed_once() -> None:
         requests = {"method": "POST", "route": CHAT, "status": "200"}
         assert value(server, "http_requests_total", **requests) == 4
         assert value(server, "http_request_duration_seconds_count", method="POST", route=CHAT) == 4
+
+
+def test_cached_tokens_have_the_tier_of_the_cache(tmp_path: Path) -> None:
+    story = [{"role": "user", "content": "Once upon a time there was a king. " * 8}]
+    for tiers in (("memory",), ("disk", "memory")):
+        with serving(demo(prompt_cache=tmp_path)) as server:
+            n_cached = []
+            for _ in range(2):
+                usage = post(server, messages=story).json()["usage"]
+                n_cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+            for tier, n in zip(tiers[::-1], n_cached[::-1], strict=False):
+                assert value(server, "prompt_tokens_cached_total", tier=tier) == n > 20
+            assert value(server, "prompt_tokens_cached_total") == sum(n_cached)
+            hits = [family for family in families(scrape(server)) if family.name == "vllm:prefix_cache_hits"]
+            assert [(each.labels.get("tier"), each.value) for each in hits[0].samples] == [(None, sum(n_cached))]
 
 
 def test_a_reply_that_its_client_leaves_is_cancelled_and_not_finished() -> None:
