@@ -165,10 +165,12 @@ class Hub:
             package.utils.hf_raise_for_status(answer)
             yield answer
 
-    def open(self, name: str, commit: str, start: int) -> contextlib.AbstractContextManager[Any]:
-        """Open a stream of a file's bytes from ``start``, with HTTP status 206, or 200 if it starts at 0."""
+    def open(
+        self, name: str, commit: str, start: int, end: int | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Open a stream of a file's bytes from ``start`` to ``end``, with HTTP status 206, or 200 for all bytes."""
         url = self._package.hf_hub_url(self._repo, name, revision=commit, endpoint=self.endpoint)
-        ask = {"Range": f"bytes={start}-"} if start else {}
+        ask = {"Range": f"bytes={start}-{'' if end is None else end - 1}"} if start or end is not None else {}
         return self._get(url, **{"Accept-Encoding": "identity"}, **ask)
 
     @property

@@ -14,16 +14,17 @@ import importlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from localllm.catalog.hub import Hub, RemoteFile, is_passing, seconds_to_wait
 from localllm.catalog.hub_cache import hub_cache, repo_folder
 from localllm.catalog.hub_names import FileGroup, HubName, choose, group_files
-from localllm.catalog.known_models import advice, hub_name, known_model
-from localllm.errors import GGUFError, HubError, UsageError
+from localllm.catalog.known_models import KnownModel, advice, hub_name, known_model
+from localllm.errors import GGUFError, HubError, ModelError, Notice, UsageError, warn
 from localllm.gguf import GGUFFile
+from localllm.gguf.file import read_head
 
 #: Called with "download" or "check", the bytes done, and the total bytes.
 PullProgress = Callable[[str, int, int], object]
@@ -33,13 +34,17 @@ RETRY_SECONDS = (1.0, 3.0, 10.0)
 #: Bytes that must stay free on the disk.
 SPARE_BYTES = 100 << 20
 
+#: Maximum number of encoders whose metadata is read before the download, and bytes that contain it.
+_MAX_ENCODERS, _HEAD_BYTES = 4, 1 << 20
+
 _CHECK = "check the environment variable HF_ENDPOINT, or try again later"
 
 
 def pull(name: str, progress: PullProgress | None = None) -> Path:
     """Download a model unless it is cached. Returns its file in the cache, the first file of a split model.
 
-    Also downloads the encoder of images and audio (``mmproj-….gguf``) in the model's folder on the hub, if any.
+    Also downloads the encoder of images and audio (``mmproj-….gguf``) in the model's folder on the hub, if this
+    version supports it. Otherwise a warning names the encoder.
 
     ``name``: ``ORG/REPO``, ``ORG/REPO:QUANT`` or ``ORG/REPO:FILE`` (see `localllm.catalog.hub_names.choose`), or a
     short name such as ``qwen3.5:4b`` (see `localllm.catalog.known_models`). The available memory chooses its format.
@@ -55,7 +60,7 @@ def pull(name: str, progress: PullProgress | None = None) -> Path:
             remedy = "write ORG/REPO, or ORG/REPO:QUANT; https://huggingface.co/models?library=gguf lists them"
         raise UsageError(f"{name!r:.80} is not the name of a model on the hub: {remedy}")
     known = None if HubName.parse(name) is not None else known_model(name)
-    return _Puller(remote, progress).model(with_encoder=known is None or known[0].projector is not None)
+    return _Puller(remote, progress).model(None if known is None else known[0])
 
 
 def pull_checkpoint(name: str, progress: PullProgress | None = None) -> Path:
@@ -72,13 +77,13 @@ def _is_of_checkpoint(name: str) -> bool:
     return "/" not in name and name.endswith(suffixes) and not name.startswith(("consolidated", "adapter_model"))
 
 
-def _encoder(group: FileGroup, names: Iterable[str]) -> list[str]:
-    """Return the projector file of a model that `load` would choose: at most one."""
+def _encoders(group: FileGroup, names: Iterable[str]) -> list[str]:
+    """Return the projector files of a model, the best first, as `load` would choose."""
     from localllm.loading.projector_files import projector_names
 
     folder = group.names[0].rpartition("/")[0]
     files = [name for name in names if name.rpartition("/")[0] == folder and name.lower().endswith(".gguf")]
-    return projector_names(group.names[0], files)[:1]
+    return projector_names(group.names[0], files)
 
 
 class _Puller:
@@ -88,15 +93,43 @@ class _Puller:
         self._progress: PullProgress = progress or (lambda stage, n_bytes, total: None)
         self._folder = repo_folder(name.repo)
 
-    def model(self, *, with_encoder: bool) -> Path:
+    def model(self, known: KnownModel | None) -> Path:
+        """Download a model and its encoder.  ``known``: the model of a short name, whose encoder is known."""
         commit, files = self._hub.files(lambda name: name.lower().endswith(".gguf"))
         group = choose(self._name, group_files({file.name: file.n_bytes for file in files.values()}), self._name.repo)
         if not group.is_complete:
             raise HubError(f"{self._name.repo} has not all files of {group.stem}: choose another model")
-        encoder = _encoder(group, files) if with_encoder else []
-        paths = self._get([files[name] for name in (*group.names, *encoder)], commit)
+        encoders = _encoders(group, files)
+        if known is None:
+            encoders = self._supported(encoders, files, commit)
+        elif known.projector is None:
+            encoders = []
+        paths = self._get([files[name] for name in (*group.names, *encoders[:1])], commit)
         self._check_model(paths, group)
         return paths[0]
+
+    def _supported(self, encoders: list[str], files: dict[str, RemoteFile], commit: str) -> list[str]:
+        """Return the first encoder that this version supports, by the first bytes of its file; warn if none is."""
+        from localllm.models.encoders.registry import projectors_of  # imported here because it imports numpy
+
+        faults = list[str]()
+        for name in encoders[:_MAX_ENCODERS]:
+            if self._is_here(files[name], commit):
+                return [name]
+            try:
+                with self._hub.open(name, commit, 0, _HEAD_BYTES) as answer:
+                    head = b"".join(_until(answer.iter_raw(), _HEAD_BYTES))
+                projectors_of(read_head(Path(name), head))
+            except ModelError as error:
+                fault = str(error).partition(";")[0]
+                faults.append(f"{name} is not downloaded: {fault}, so the model accepts only text")
+            except (self._hub.http_error, GGUFError):  # its metadata is unknown
+                return [name]
+            else:
+                return [name]
+        if faults:
+            warn(Notice(faults[0]))
+        return []
 
     def checkpoint(self) -> Path:
         commit, files = self._hub.files(_is_of_checkpoint)
@@ -268,6 +301,15 @@ class _Puller:
                     outcome = f"cannot be removed ({reason.strerror})"
             fault = f"{self._name.repo} has a broken {group.stem}, which {outcome}"
             raise HubError(f"{fault} ({error}): choose another one") from error
+
+
+def _until(chunks: Iterable[bytes], n_bytes: int) -> Iterator[bytes]:
+    """Yield chunks until they have ``n_bytes`` together."""
+    for chunk in chunks:
+        yield chunk
+        n_bytes -= len(chunk)
+        if n_bytes <= 0:
+            return
 
 
 def _size(path: Path) -> int | None:

@@ -208,6 +208,14 @@ def read_header(cursor: Cursor, file_bytes: int) -> tuple[int, Metadata, list[En
     return version, metadata, read_table(cursor, n_tensors, metadata.alignment, file_bytes)
 
 
+def read_head(path: Path, head: bytes) -> Metadata:
+    """Return the metadata of a file from its first bytes.  Raises GGUFError if the metadata is damaged or longer."""
+    cursor = Cursor(path, head)
+    _read_version(cursor)
+    cursor.count("tensors", least_bytes=_MIN_TENSOR_BYTES, most=limits.MAX_TENSORS)
+    return read_metadata(cursor, cursor.count("metadata keys", least_bytes=_MIN_KEY_BYTES, most=limits.MAX_KEYS))
+
+
 def _meant(path: Path) -> str:
     """Return advice for a missing path: the file next to it with the most similar name, if any."""
     try:

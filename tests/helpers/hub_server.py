@@ -217,20 +217,24 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "EntryNotFound")
             return
         data = repo.sent.get(file, repo.files[file])
-        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and repo.has_ranges else 0
-        self.send_response(206 if start else 200)
+        start, _, end = asked.removeprefix("bytes=").partition("-") if asked and repo.has_ranges else ("0", "", "")
+        self._send_part(repo, file, data, int(start), data[int(start) : int(end) + 1 if end else None])
+
+    def _send_part(self, repo: Repo, file: str, data: bytes, start: int, part: bytes) -> None:
+        is_part = len(part) < len(data)
+        self.send_response(206 if is_part else 200)
         self.send_header("X-Repo-Commit", repo.commit)
         self.send_header("ETag", f'"{repo.hash(file)}"')
         if file not in repo.small:
             self.send_header("X-Linked-Etag", f'"{repo.hash(file)}"')
             self.send_header("X-Linked-Size", str(len(repo.files[file])))
         if repo.tells_length:
-            self.send_header("Content-Length", str(len(data) - start))
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            self.send_header("Content-Length", str(len(part)))
+        if is_part:
+            self.send_header("Content-Range", f"bytes {start}-{start + len(part) - 1}/{len(data)}")
         self.end_headers()
         if self.command == "GET":
-            self._send_body(repo, data[start:])
+            self._send_body(repo, part)
 
     def _send_body(self, repo: Repo, body: bytes) -> None:
         """Send the whole body, or the first bytes before the connection is cut."""

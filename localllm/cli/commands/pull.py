@@ -64,11 +64,25 @@ def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] 
     finally:
         progress.close()
     if by is None and not quiet:
-        from localllm.loading.projector_files import find_projectors
-
-        for encoder in find_projectors(path)[0][:1]:
-            say(f"{visible_line(encoder.name)} is next to the model: it lets the model accept images or audio")
+        _say_encoder(path)
     return path
+
+
+def _say_encoder(path: Path) -> None:
+    """Print whether the model accepts images or audio by a file next to it."""
+    from localllm.gguf import GGUFFile
+    from localllm.loading.projector_files import find_projectors
+    from localllm.models.encoders.registry import projectors_of
+
+    for encoder in find_projectors(path)[0][:1]:
+        name = visible_line(encoder.name)
+        try:
+            with GGUFFile.open(encoder) as file:
+                projectors_of(file.metadata)
+        except LocalLLMError as error:
+            warn(f"{name} is next to the model, but the model accepts only text: {error}")
+        else:
+            say(f"{name} is next to the model: it lets the model accept images or audio")
 
 
 def _say_meaning(name: str) -> None:

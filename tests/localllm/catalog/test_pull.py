@@ -132,17 +132,47 @@ def test_all_parts_of_a_split_model_are_fetched(hub: HubServer) -> None:
         assert set(file.tensors) == {"t0", "t1"}
 
 
+def encoder(name: str, projector: str = "gemma3") -> bytes:
+    """Return a projector file without tensors."""
+    keys = {"general.architecture": "clip", "clip.projector_type": projector, "general.name": name}
+    return bytes(RawGGUF(keys=[key(name, 8, string(value)) for name, value in keys.items()]))
+
+
 def test_the_image_encoder_is_pulled_with_its_model(
     hub: HubServer, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    encoders = [f"mmproj-{quant}.gguf" for quant in ("BF16", "F16", "Q8_0")]
-    others = ["small/m-Q4_K_M.gguf", "small/mmproj-m-Q8_0.gguf"]
-    hub.repos["org/repo"] = Repo({name: small_gguf(name=name) for name in ("m-Q8_0.gguf", *encoders, *others)})
+    models = {name: small_gguf(name=name) for name in ("m-Q8_0.gguf", "small/m-Q4_K_M.gguf")}
+    names = (*(f"mmproj-{quant}.gguf" for quant in ("BF16", "F16", "Q8_0")), "small/mmproj-m-Q8_0.gguf")
+    hub.repos["org/repo"] = Repo(models | {name: encoder(name) for name in names})
     outcome = run_main(capfdbinary, "pull", "org/repo:Q8_0")
     assert "mmproj-F16.gguf is next to the model: it lets the model accept images or audio" in outcome.err
     path = pull("org/repo:Q8_0")
     assert sorted(each.name for each in path.parent.iterdir()) == ["m-Q8_0.gguf", "mmproj-F16.gguf"]
     assert sorted(each.name for each in pull("org/repo").parent.iterdir()) == ["m-Q4_K_M.gguf", "mmproj-m-Q8_0.gguf"]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_an_encoder_that_this_version_does_not_support_is_not_pulled(
+    hub: HubServer, capfdbinary: pytest.CaptureFixture[bytes], has_ranges: bool
+) -> None:
+    new, known = encoder("new", "projector-of-2030"), encoder("known")
+    files = {"m-Q8_0.gguf": small_gguf(), "mmproj-F16.gguf": new + bytes(64), "mmproj-Q8_0.gguf": new}
+    hub.repos["org/repo"] = Repo(files, has_ranges=has_ranges)
+    outcome = run_main(capfdbinary, "pull", "org/repo")
+    assert outcome.code == 0, outcome.err
+    fault = "the projector 'projector-of-2030' of the mmproj file is not supported, so the model accepts only text"
+    assert f"warning: mmproj-F16.gguf is not downloaded: {fault}" in outcome.err
+    assert "is next to the model" not in outcome.err
+    path = Path(outcome.out.strip())
+    assert [each.name for each in path.parent.iterdir()] == ["m-Q8_0.gguf"]
+    assert "bytes=0-1048575" in hub.ranges
+    files["mmproj-Q8_0.gguf"] = known
+    assert sorted(each.name for each in pull("org/repo").parent.iterdir()) == ["m-Q8_0.gguf", "mmproj-Q8_0.gguf"]
+    hub.repos["org/other"] = Repo({"m-Q8_0.gguf": small_gguf(), "mmproj-F16.gguf": known[:60]})  # no metadata
+    outcome = run_main(capfdbinary, "pull", "org/other")
+    assert sorted(os.listdir(Path(outcome.out.strip()).parent)) == ["m-Q8_0.gguf", "mmproj-F16.gguf"]
+    assert "warning: mmproj-F16.gguf is next to the model, but the model accepts only text: " in outcome.err
 
 
 def test_a_model_of_the_hub_that_lacks_a_part_is_refused(hub: HubServer) -> None:
