@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.cli.parser import Parser, parser_of
-from localllm.errors import UsageError, path_text
+from localllm.errors import UsageError, path_text, shown
 from localllm.files import expanded, read_text
 from localllm.options.settings import settings_path
 
@@ -64,15 +64,17 @@ def read_presets(file: Path | None) -> dict[str, dict[str, Any]]:
         return {}
     import tomllib  # imported here because most users have no such file
 
-    shown, text = path_text(path), read_text(path, "the file of models")
+    name_of_file, text = path_text(path), read_text(path, "the file of models")
     try:
         sections = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{shown} is not valid TOML: {error}") from None
+        raise UsageError(f"{name_of_file} is not valid TOML: {error}") from None
     actions = _actions_of_serve()
     for name, section in sections.items():
         if not isinstance(section, dict):
-            raise UsageError(f"{shown} has {name!r:.80} outside of a section: write [NAME] above each model's keys")
+            raise UsageError(
+                f"{name_of_file} has {name!r:.80} outside of a section: write [NAME] above each model's keys"
+            )
         for key, value in section.items():
             action = actions.get(key.replace("-", "_"))
             if key == "model" or (action is not None and action.metavar in _FILES):
@@ -88,7 +90,7 @@ def check_preset(section: Mapping[str, Any], name: str) -> None:
         if key not in _NO_FLAGS and key.replace("-", "_") not in _actions_of_serve():
             raise UsageError(f"[{name}] of the file of models has {key!r:.80}, which no model can have: remove it")
         if key in _NO_FLAGS and not isinstance(value, str):
-            fault = f"[{name}] of the file of models has {key} = {value!r:.80}"
+            fault = f"[{name}] of the file of models has {key} = {shown(value)}"
             raise UsageError(f"{fault}: write the {_NO_FLAGS[key]} in quotes")
 
 
@@ -131,8 +133,11 @@ def apply_preset(parser: Parser, arguments: argparse.Namespace, section: Mapping
         if action.nargs == 0:
             flags.append(flag)
             continue
-        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-        flags += [f"{flag}={item}" for item in values]
+        try:
+            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+            flags += [f"{flag}={item}" for item in values]
+        except (TypeError, ValueError):  # a date in a table, or a number of very many digits
+            raise UsageError(f"[{name}] of the file of models has a value of {key} that no flag takes") from None
     try:
         parsed, _ = parser.parse_known_args(flags)
     except UsageError as error:

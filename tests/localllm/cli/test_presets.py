@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from localllm.cli.parser import parser_of
-from localllm.cli.presets import apply_preset, read_presets
+from localllm.cli.presets import _actions_of_serve, apply_preset, read_presets
 from localllm.errors import UsageError
 from tests.helpers.command_line import run_main
 
@@ -163,3 +163,27 @@ def test_presets_are_listed_with_the_models(
     assert bad.startswith("bad\t")
     assert bad.endswith("cannot be read")
     assert "bad: [bad] of the file of models has 'colour'" in outcome.err
+
+
+#: Values in TOML's syntax.
+HOSTILE = (
+    "0x" + "f" * 6000, "9" * 100, "1979-05-27", "07:32:00", "{a = 1979-05-27}", "inf", "nan", "-1", "true", "false",
+    '""', '"\\u0000"', '"\\u202e"', "'''a\nb'''", '"=0.5"', '"x=nan"', '"a=b"', f'"{"a" * 5000}"', '"../a"',
+    "[]", "[[]]", "[nan]", '[1, "a"]', "{}", "{a = [{b = 1}]}", '"-m"', '"--help"', '["--version"]', "0o777",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_hostile_values_are_errors_in_a_sentence(path: Path, command: str) -> None:
+    parser, messages = parser_of(command), list[str]()
+    keys = {*_actions_of_serve(), "model", "group", "system", "port", "", "--context", "__class__", "help"}
+    for number, key in enumerate(sorted(keys)):
+        for value in HOSTILE[number % 3 :: 3]:
+            path.write_text(f'[a]\n"{key}" = {value}\n', encoding="utf-8")
+            arguments, _ = parser.parse_known_args([])
+            try:
+                apply_preset(parser, arguments, read_presets(path)["a"], "a")
+            except UsageError as error:
+                messages.append(str(error))
+    assert len(messages) > 300
+    assert all(map(str.isprintable, messages))

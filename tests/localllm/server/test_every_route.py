@@ -22,6 +22,7 @@ from localllm.server.monitor import Monitoring
 from localllm.server.roles import MAY_USE, ROLE_OF
 from tests.helpers.engines import eventually
 from tests.helpers.http_server import Serving, demo, serving
+from tests.helpers.hub_server import hub_of_this_process
 from tests.localllm.server.test_keys import NEEDS_ADMIN, ROLES, key_file, section
 from tests.localllm.server.test_logs import logging_as
 
@@ -46,7 +47,8 @@ NAMES = """
     format thinking logit_bias timeout reasoning text metadata response_format stream_options input_extra filename
     lora grammar regex json_schema priority n_probs images documents query dimensions encoding_format top_n
     response_fields steering layer pooling previous_response_id store add_special with_pieces file language
-    chat_template_kwargs path reasoning_budget context_length insecure verbose system_prompt input_prefix input_suffix multimodal_data role
+    chat_template_kwargs path reasoning_budget context_length insecure verbose system_prompt input_prefix
+    input_suffix multimodal_data role
 """
 #: Short enough that no request generates to the end of the context.
 FEW = {"max_tokens": 2, "n_predict": 2, "max_output_tokens": 2, "max_completion_tokens": 2}
@@ -90,11 +92,15 @@ PARAMETERS = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server with one key per role, which is the role's name, below a prefix."""
-    keys = key_file(tmp_path_factory.mktemp("keys"), *(section(role, role=role) for role in ROLES[1:]))
-    limits, monitoring = Limits(keys=KeyFile(keys), prefix="/llm"), Monitoring(metrics_per_key=True)
-    with serving(demo(context=256), names=("demo", "other"), limits=limits, monitoring=monitoring) as started:
-        yield started
+    """A server with one key per role, which is the role's name, below a prefix.  Its hub has no repositories."""
+    folder = tmp_path_factory.mktemp("keys")
+    keys = key_file(folder, *(section(role, role=role) for role in ROLES[1:]))
+    options: dict[str, Any] = {"names": ("demo", "other"), "may_pull": True, "prompts": folder / "prompts"}
+    options |= {"limits": Limits(keys=KeyFile(keys), prefix="/llm"), "monitoring": Monitoring(metrics_per_key=True)}
+    with pytest.MonkeyPatch.context() as patched, hub_of_this_process(folder / "home", patched):
+        with serving(demo(context=256), **options) as started:
+            yield started
+        assert list(folder.rglob("*.gguf")) == []
 
 
 def exchange(server: Serving, head: bytes, body: bytes = b"", *, is_endless: bool = False) -> bytes:
@@ -160,8 +166,8 @@ def test_no_request_to_any_route_is_an_internal_error(server: Serving, role: str
         may_use = role in MAY_USE[ROLE_OF[route]]
         for head, body in requests(route, role):
             status = status_of(exchange(server, head, body, is_endless=route == "GET /models/sse"))
-            # 503: another of these requests unloads the model.
-            assert status < 500 or status in (501, 503), (head, body[:500], status)
+            # 502: the hub has no such model.  503: another of these requests unloads the model.
+            assert status < 500 or status in (501, 502, 503), (head, body[:500], status)
             if not may_use:
                 assert status in (400, 401, 403, 404), (head, body[:500], status)
             if role == "none":

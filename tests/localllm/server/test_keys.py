@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from localllm.errors import UsageError
 from localllm.server import keys
@@ -283,6 +284,22 @@ def test_a_damaged_file_is_refused_in_one_sentence(text: str, words: str) -> Non
     assert "keys.toml" in message
     assert message.isprintable()
     assert len(message) < 400
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 250), st.integers(0, 4), st.binary(max_size=5)), min_size=1, max_size=4))
+def test_a_file_with_random_damage_is_read_or_refused(edits: list[tuple[int, int, bytes]]) -> None:
+    data = bytearray((section("good", role="admin", models=["qwen*"]) + section("a", tokens_per_minute=5)).encode())
+    for at, n_removed, inserted in edits:
+        data[at : at + n_removed] = inserted
+    try:
+        found = parse_keys(bytes(data), "keys.toml")
+    except UsageError as error:
+        message = str(error)
+    else:
+        assert all(key.entry.role in ROLES[1:] and key.name.isprintable() for key in found)
+        message = ""
+    assert message.isprintable()
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
