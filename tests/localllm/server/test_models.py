@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from localllm.errors import GGUFError, NotEnoughMemoryError
-from localllm.loading.placement import NO_MEMORY, Memory
+from localllm.loading import planned_memory
+from localllm.loading.placement import MIN_CONTEXT, NO_MEMORY, Memory
 from localllm.server.http import HTTPError
 from localllm.server.models import LoadError, Models, Preset, TooLargeError, UnknownModelError
 from tests.helpers.engines import eventually
@@ -183,6 +184,32 @@ def test_models_of_other_groups_are_unloaded_first() -> None:
     assert loaded_after(Bytes(10), needs, "abc") == "bc"
     groups["b"] = "chat"
     assert loaded_after(Bytes(10), needs, "abc", groups) == "bc"
+
+
+@pytest.mark.parametrize("group", ["x", "y"])
+def test_the_caches_of_loaded_models_keep_their_memory(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both models fit only if the second has a shorter context, which it has in the group of the first."""
+    monkeypatch.setattr(planned_memory, "_open", set())
+    monkeypatch.setattr(planned_memory, "used_memory", lambda: 0)  # no cache has been written
+    with demo()(None, lambda *_: None, lambda plan: None) as llm:
+        placed = llm.info.placement
+    available = placed.total + placed.kv_cache // 2
+    monkeypatch.setattr("localllm.loading.load.available_memory", lambda: available)
+    models = Models({"a": Preset(None, demo(), group="x"), "b": Preset(None, demo(), group=group)}, demo())
+
+    async def use() -> list[int]:
+        for name in ("a", "b"):
+            models.release((await models.acquire(name))[0])
+        contexts = [model.llm.info.context for model in models.served.values() if model.llm is not None]
+        assert placed.memory.host <= sum(model.memory.host for model in models.served.values()) <= available
+        await models.close()
+        return contexts
+
+    contexts = asyncio.run(use())
+    if group == "x":
+        assert contexts[0] == placed.context > contexts[1] >= MIN_CONTEXT
+    else:
+        assert contexts == [placed.context]
 
 
 def test_a_model_stays_if_a_request_arrives_while_another_is_unloaded() -> None:
