@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -166,6 +167,29 @@ def in_our_command(line: Sequence[str]) -> list[str]:
     raise UsageError(f"there is no command {word!r}: {OTHER_COMMANDS.get(word, list_of_commands)}")
 
 
+#: A path in a prompt, as in Ollama, or after @, as in the chat.
+_MEDIA = re.compile(
+    r"""(?<!\S)@?(\S+\.(?:(?P<image>png|jpe?g|webp|gif|bmp|tiff?|avif)|wav|mp3|flac|ogg))(?=[.,;:!?)\]}]*(?:\s|$))""",
+    re.IGNORECASE,
+)
+
+
+def _with_media(prompt: str) -> list[str]:
+    """Return the flags of a prompt.  Paths of images and audio are removed from the prompt, as by Ollama."""
+    flags = list[str]()
+
+    def flag_of(match: re.Match[str]) -> str:
+        path = os.path.expanduser(match[1])
+        is_path = match[0].startswith("@") or os.path.dirname(path)
+        if not is_path or not os.path.isfile(path):
+            return match[0]
+        flags.extend(("--image" if match["image"] else "--audio", path))
+        return ""
+
+    text = _MEDIA.sub(flag_of, prompt)
+    return ["-p", text.strip() if flags else prompt, *flags]
+
+
 def _run(words_after_run: Sequence[str]) -> list[str]:
     """Return the command line for ``ollama run``: a single answer if there is a prompt, otherwise a chat.
 
@@ -185,7 +209,7 @@ def _run(words_after_run: Sequence[str]) -> list[str]:
             flags.remove(word)
         model, prompt = ["-hf", *words[:1]] if words else [], words[1:]
         if is_answered:
-            return ["generate", *model, *(["-p", " ".join(prompt)] if prompt else []), *flags]
+            return ["generate", *model, *(_with_media(" ".join(prompt)) if prompt else []), *flags]
         return ["chat", *model, *prompt, *flags]
     return ["chat", *words_after_run]
 

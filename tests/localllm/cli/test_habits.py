@@ -16,6 +16,7 @@ import pytest
 
 from localllm import LLM, load  # load is imported before it is patched: the package caches it
 from localllm.chat import CHATML
+from localllm.cli.foreign_flags import in_our_command
 from localllm.cli.main import main
 from localllm.kernels.cuda import installation
 from tests.helpers.command_line import run_main
@@ -251,3 +252,16 @@ def test_a_command_line(
 
 def test_there_are_eighty_or_more() -> None:
     assert len({line for line, *_ in LINES}) == len(LINES) >= 80
+
+
+def test_paths_of_images_and_audio_in_a_prompt_of_run_are_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.png", "b.JPG", "c.txt", "d.wav"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    sent = in_our_command(["run", "m", "Compare ./a.png, @b.JPG", f"and {tmp_path}/d.wav!", "-n", "4"])
+    files = ["--image", "./a.png", "--image", "b.JPG", "--audio", f"{tmp_path}/d.wav"]
+    assert sent == ["generate", "-hf", "m", "-p", "Compare ,  and !", *files, "-n", "4"]
+    for prompt in ("What is a.png?", "./c.txt @c.txt", "./missing.png", "x./a.png", "@/a.png", "./a.pngs", " ./a "):
+        assert in_our_command(["run", "m", prompt]) == ["generate", "-hf", "m", "-p", prompt]

@@ -146,9 +146,11 @@ def test_the_first_minutes_of_an_ollama_user(
         assert "gemma3 is ggml-org/gemma-3-4b-it-GGUF:Q4_K_M on the hub" in outcome.err
         assert "mmproj-model-f16.gguf is next to the model: it lets the model accept images" in outcome.err
         assert outcome.out
-    more = ["--image", photo, "-n", "8", "--temp", "0", "--ignore-eos", "-c", "512", "-t", "1", "-q"]
-    outcome = run_main(capfdbinary, "run", "gemma3", "What is this?", *more)  # without the hub
-    assert (outcome.code, outcome.out.rstrip("\n")) == (0, asked_here), outcome.err
+    more = ["-n", "8", "--temp", "0", "--ignore-eos", "-c", "512", "-t", "1", "-q"]
+    monkeypatch.chdir(tmp_path)
+    for question in ("What is this? ./cat.jpg", "@cat.jpg What is this?"):
+        outcome = run_main(capfdbinary, "run", "gemma3", question, *more)  # without the hub
+        assert (outcome.code, outcome.out.rstrip("\n")) == (0, asked_here), outcome.err
     assert "ggml-org/gemma-3-4b-it-GGUF:Q4_K_M" in run_main(capfdbinary, "list").out
     assert "gemma3" in run_main(capfdbinary, "show", "gemma3").out
     ollama = pytest.importorskip("ollama")
