@@ -113,15 +113,16 @@ def test_every_response_and_every_error_has_the_id(monkeypatch: pytest.MonkeyPat
                     assert response.json()["error"]
                     ids.add(id_)
             stream = post(server, CHAT, auth, messages=HI, max_tokens=9, stream=True)
-            assert json.loads(stream.text.split("data: ")[-1])["request_id"] == stream.headers["x-request-id"]
-            rows = lines.requests(9)
-            assert {row["request_id"] for row in rows[:8]} == ids
-            assert all(row["error"] for row in rows)
-            assert (rows[-1]["status"], rows[-1]["finish_reason"]) == (200, "error")
+            stream_id = stream.headers["x-request-id"]
+            assert json.loads(stream.text.split("data: ")[-1])["request_id"] == stream_id
+            rows = {row["request_id"]: row for row in lines.requests(9)}
+            assert rows.keys() == ids | {stream_id}
+            assert all(row["error"] for row in rows.values())
+            assert (rows[stream_id]["status"], rows[stream_id]["finish_reason"]) == (200, "error")
             faults = [row for row in lines.rows() if row["level"] == "error"]
             assert len(faults) == 4
             assert all("RuntimeError: a defect" in row["traceback"] for row in faults)
-            assert {row["request_id"] for row in faults} < ids | {stream.headers["x-request-id"]}
+            assert {row["request_id"] for row in faults} < rows.keys()
 
 
 def test_prompts_are_logged_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
