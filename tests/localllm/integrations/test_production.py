@@ -97,12 +97,12 @@ def running(line: list[str], url: str, trusted: ssl.SSLContext, **more: Any) -> 
 
 
 @contextmanager
-def nginx(folder: Path, certificate: tuple[Path, Path]) -> Iterator[tuple[str, ssl.SSLContext]]:
+def nginx(folder: Path, certificate: tuple[Path, Path], recipe: str = "") -> Iterator[tuple[str, ssl.SSLContext]]:
     """The page's nginx in front of ``llm.sock`` in a folder."""
     port = free_port()
-    recipe = fence("nginx")
+    recipe = recipe or fence("nginx")
     for there, here in (
-        ("/run/localllm/llm.sock", f"{folder}/llm.sock"),
+        ("/run/localllm/", f"{folder}/"),
         ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
         ("/etc/ssl/llm.example.org.pem", str(certificate[0])),
         ("/etc/ssl/private/llm.example.org.key", str(certificate[1])),

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,18 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from localllm.server.sockets import listen
 from tests.helpers.command_line import command, environment, run_main
 from tests.helpers.data import ROOT
+from tests.localllm.integrations.test_production import certificate, fence, nginx
 
-PAGE = ROOT / "docs" / "production.md"
+__all__ = ["certificate"]  # a fixture
+
 CHAT = "/llm/v1/chat/completions"
 HOST = "llm.example.org"
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="runs nginx as on Linux servers"),
     pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed"),
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate"),
 ]
 
 N_CLIENTS = 50
@@ -98,43 +98,10 @@ class Server:
         return line
 
 
-@contextmanager
-def nginx(folder: Path, port: int) -> Iterator[None]:
-    """Run nginx with the configuration of the page, whose second part replaces the servers for upgrades."""
-    proxy, upgrade = re.findall(r"```nginx\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    text = upgrade + proxy[proxy.index("server {") :]
-    replaced = {
-        "/run/localllm/": f"{folder}/",
-        "listen 443 ssl": f"listen 127.0.0.1:{port} ssl",
-        "/etc/ssl/llm.example.org.pem": f"{folder}/certificate.pem",
-        "/etc/ssl/private/llm.example.org.key": f"{folder}/key.pem",
-    }
-    for old, new in replaced.items():
-        assert old in text
-        text = text.replace(old, new)
-    paths = "".join(
-        f"{kind}_temp_path {folder}/{kind};\n" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
-    conf = folder / "nginx.conf"
-    conf.write_text(
-        f"daemon off; master_process off; pid {folder}/nginx.pid; error_log {folder}/nginx.log;\n"
-        f"events {{ worker_connections 512; }}\nhttp {{\naccess_log off;\n{paths}{text}}}\n"
-    )
-    process = subprocess.Popen(["nginx", "-p", str(folder), "-e", f"{folder}/nginx.log", "-c", str(conf)])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture
 def folder(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Path:
     (tmp_path / "models.toml").write_text(PRESETS, encoding="utf-8")
     shutil.copy(ROOT / "tests" / "data" / "demo-f16.gguf", tmp_path / "code.gguf")
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={HOST}"]
-    named = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "certificate.pem"]
-    subprocess.run([*made, *named], check=True, capture_output=True, cwd=tmp_path)
     for name, flags in {
         "alice": (),
         "bob": ("--model", "chat", "--model", "gpt*"),
@@ -149,9 +116,8 @@ def folder(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Path:
 class Team:
     """The clients of the proxy."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self._folder, self._url = folder, f"https://127.0.0.1:{port}"
-        self._tls = ssl.create_default_context(cafile=str(folder / "certificate.pem"))
+    def __init__(self, folder: Path, url: str, trusted: ssl.SSLContext) -> None:
+        self._folder, self._url, self._tls = folder, url, trusted
 
     def client(self, name: str) -> httpx.Client:
         """Return a client with the key of a name."""
@@ -250,14 +216,12 @@ class Clients:
             thread.join(120)
 
 
-def test_an_administrator_serves_a_team(folder: Path) -> None:
-    with listen("127.0.0.1", 0) as opened:
-        port = opened.getsockname()[1]
-    team = Team(folder, port)
+def test_an_administrator_serves_a_team(folder: Path, certificate: tuple[Path, Path]) -> None:
+    proxy = fence("nginx")
+    recipe = fence("nginx", 1) + proxy[proxy.index("server {") :]  # with the servers for upgrades
     with ExitStack() as stack:
         first = Server(folder, "llm.sock", stack, "first.log")
-        stack.enter_context(nginx(folder, port))
-        wait_for(lambda: (folder / "nginx.pid").exists())
+        team = Team(folder, *stack.enter_context(nginx(folder, certificate, recipe)))
         check_roles(team)
         check_slow_request(team, first)
         check_metrics(team)
