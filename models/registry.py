@@ -166,7 +166,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minicpm": Architecture("granite", "MiniCPM 1 and 2", "minicpm"),
     "minicpm3": Architecture("minicpm3", "MiniCPM 3", "minicpm3"),
     "minimax-m2": Architecture("minimax_m2", "MiniMax-M2", "minimax_m2"),
-    "minimax-m3": Architecture("minimax_m3", "MiniMax-M3, text", "minimax_m3_vl minimax_m3_vl_text"),
+    "minimax-m3": Architecture("minimax_m3", "MiniMax-M3", "minimax_m3_vl minimax_m3_vl_text"),
     "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2", "ministral3 mistral3"),
     "mistral4": Architecture("mistral4", "Mistral Small 4", "mistral4"),
     "modern-bert": Architecture(

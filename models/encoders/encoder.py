@@ -33,6 +33,7 @@ Pixels = NDArray[np.float32]
 #: Minimum and maximum of each integer ``clip.{section}.{key}``, in all families.
 BOUNDS: dict[str, tuple[int, int]] = {
     "attention.head_count": (0, 1024),
+    "attention.head_count_kv": (0, 1024),
     "block_count": (0, 512),
     "embedding_length": (1, 1 << 16),
     "feed_forward_length": (0, 1 << 18),
@@ -125,11 +126,17 @@ class EncoderModel:
         v = self.number
         self.n_embd, self.n_ff, self.n_layers = v("embedding_length"), v("feed_forward_length"), v("block_count")
         self.n_heads, self.width = v("attention.head_count"), v("projection_dim")
+        self.n_kv = v("attention.head_count_kv", self.n_heads)
         self.eps = meta.read(f"{self.section}.attention.layer_norm_epsilon", float, low=0.0, high=1.0)
         if self.n_layers and (self.n_heads < 1 or self.n_embd % self.n_heads):
             raise ModelError(
                 f"clip.{self.section}.embedding_length is {self.n_embd}, which is not a multiple of "
                 f"clip.{self.section}.attention.head_count, {self.n_heads}: the file is broken"
+            )
+        if self.n_layers and (self.n_kv < 1 or self.n_heads % self.n_kv):
+            raise ModelError(
+                f"clip.{self.section}.attention.head_count is {self.n_heads}, which is not a multiple of "
+                f"clip.{self.section}.attention.head_count_kv, {self.n_kv}: the file is broken"
             )
         self.head_dim = self.n_embd // max(self.n_heads, 1)
         #: Tensors with additional rows for each token, which layers of the text model add.
@@ -230,7 +237,7 @@ class EncoderModel:
         return x
 
     def cache(self) -> KVCache:
-        return self.graph.kv_cache(self.n_heads, self.head_dim)
+        return self.graph.kv_cache(self.n_kv, self.head_dim)
 
     def behind_layer(self, number: int, x: Tensor) -> None:
         """Record blocks between layers. Called with each layer's number and output."""
@@ -265,8 +272,7 @@ class EncoderModel:
     def attention(
         self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None, *, residual: Tensor | None
     ) -> Tensor:
-        heads = Heads(self.n_heads, self.n_heads, self.head_dim, self.head_dim)
-        q, k, v, _ = query_key_value(at, x, heads)
+        q, k, v = self.query_key_value(at, x)
         q_norm = k_norm = None
         if at.weights.shape("attn_q_norm.weight") == (self.n_embd,):
             q, k = norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k)
@@ -278,6 +284,10 @@ class EncoderModel:
         is_windowed = self.graph.layer in self.windowed
         y = at.add(ops.Attention(q, cache, self.head_dim**-0.5, causal=False, has_spans=is_windowed))
         return self.project(at, y, "attn_out", "ls1", residual)
+
+    def query_key_value(self, at: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = Heads(self.n_heads, self.n_kv, self.head_dim, self.head_dim)
+        return query_key_value(at, x, heads)[:3]
 
     def joined(self, x: Tensor) -> Tensor:
         """Concatenate the patches of each output row."""

@@ -43,6 +43,7 @@ class Projector:
 
 
 PROJECTORS: dict[str, Projector] = {
+    "exaone4_5": Projector("qwen", "Exaone45", "EXAONE 4.5", "exaone4", "exaone4_5"),
     "gemma3": Projector("siglip", "Gemma3", "Gemma 3", "gemma3", "gemma3"),
     "gemma4v": Projector("gemma4", "Gemma4", "Gemma 4", "gemma4", "gemma4"),
     "gemma4uv": Projector("gemma4", "Gemma4Unified", "Gemma 4 12B", "gemma4", "gemma4_unified"),
@@ -58,6 +59,7 @@ PROJECTORS: dict[str, Projector] = {
     "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
     "llama4": Projector("llama4", "Llama4", "Llama 4", "llama4", "llama4"),
     "minicpmv4_6": Projector("minicpm", "MiniCPMV", "MiniCPM-V 4.6", "qwen35", "minicpmv4_6"),
+    "minimax_m3": Projector("minimax", "MiniMaxM3", "MiniMax-M3", "minimax-m3", "minimax_m3_vl"),
     "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6", "llama qwen2", "llava llava_next"),
     "paddleocr": Projector("paddleocr", "PaddleOCR", "PaddleOCR-VL", "paddleocr", "paddleocr_vl"),
     "pixtral": Projector(

@@ -207,6 +207,20 @@ FAMILIES: dict[str, Family] = {
         "pixel_values target_sizes",
         insert_layer_id=1,
     ),
+    "minimax_m3": Family(
+        "MiniMaxM3SparseForConditionalGeneration",
+        "MiniMaxM3VLConfig",
+        {
+            "text_config": TEXT
+            | {"num_experts_per_tok": 2, "num_local_experts": 4, "rotary_dim": 12, "dense_intermediate_size": 64}
+            | {"shared_intermediate_size": 64, "index_n_heads": 2},
+            "vision_config": SIGLIP | {"image_size": 56, "patch_size": 14},
+            "projector_hidden_size": 40,
+        },
+        ("minimax_m3_vl.image_processing_minimax_m3_vl", "MiniMaxM3VLImageProcessor"),
+        edges(3136, 16 * 28 * 28),
+        ("pixel_values", "image_grid_thw"),
+    ),
     "mlp": family("Llava", LLAMA, CLIP, "llava Llava", CROPPED, image_seq_length=16),
     "mlp 1.6": family(
         "LlavaNext",
@@ -279,9 +293,19 @@ def like(name: str, settings: dict[str, Any], **changes: Any) -> Family:
     return replace(FAMILIES[name], settings=FAMILIES[name].settings | settings, **changes)
 
 
+EXAONE_VISION = FAMILIES["qwen2.5vl_merger"].settings["vision_config"]
 GLM_46V = ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil")
 INTERN_VISION = FAMILIES["internvl"].settings["vision_config"]
 FAMILIES |= {
+    "exaone4_5": like(
+        "qwen2.5vl_merger",
+        {
+            "text_config": TEXT | {"model_type": "exaone4"},
+            "vision_config": EXAONE_VISION | {"num_heads": 6, "num_key_value_heads": 2},
+        },
+        model="Exaone4_5_ForConditionalGeneration",
+        config="Exaone4_5_Config",
+    ),
     "gemma4uv": like(
         "gemma4v",
         {
