@@ -173,7 +173,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "modern_bert", "ModernBERT, as embedding models and rerankers", "modernbert", is_encoder=True
     ),
     "mpt": Architecture("mpt", "MPT, SEA-LION 7B", "mpt"),
-    "muse-glimmer": Architecture("muse_glimmer", "Muse Glimmer, text", "muse_glimmer muse_glimmer_text"),
+    "muse-glimmer": Architecture("muse_glimmer", "Muse Glimmer", "muse_glimmer muse_glimmer_text"),
     "nemotron": Architecture("nemotron", "Nemotron 3 and 4, Minitron", "nemotron"),
     "nemotron_h": Architecture("nemotron_h", "Nemotron-H, Nemotron Nano 2", "nemotron_h"),
     "nemotron_h_moe": Architecture("nemotron_h", "Nemotron 3, with experts", "nemotron_h"),
@@ -189,7 +189,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
     "qwen": Architecture("qwen", "Qwen 1", "qwen"),
-    "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2 minicpmv/2.6 minicpmo/2.6"),
+    "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2 dots_ocr minicpmv/2.6 minicpmo/2.6"),
     "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts", "qwen2_moe"),
     "qwen2vl": Architecture("qwen2", "Qwen 2 and 2.5 VL, text", "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text"),
     "qwen3": Architecture("qwen3", "Qwen 3", "qwen3 minicpmv/4.5 minicpmo/4.5"),

@@ -315,12 +315,15 @@ class VisionModel(EncoderModel):
     position_table: Any = None
     #: Rows before the patches, such as the row of a class token.
     n_before: ClassVar[int] = 0
+    #: Whether the size of images in the file is used.
+    has_size: ClassVar[bool] = True
     #: Whether the key for the tanh form of GELU means exact GELU.
     exact_gelu: ClassVar[bool] = False
 
     def __init__(self, meta: ModelMetadata, weights: Weights) -> None:
         self.meta = meta
-        self.image_size, self.patch_size = self.number("image_size"), self.number("patch_size")
+        self.image_size = self.number("image_size") if self.has_size else 0
+        self.patch_size = self.number("patch_size")
         self.mean = self._colours("vision.image_mean", *_MEANS)
         self.std = self._colours("vision.image_std", *_DEVIATIONS)
         self.activation = _activation(meta)

@@ -207,9 +207,11 @@ def smart_resize(height: int, width: int, factor: int, low: int, high: int) -> t
 
 
 def interpolated(
-    table: NDArray[np.float32], rows: int, columns: int, *, has_antialiasing: bool = True
+    table: NDArray[np.float32], rows: int, columns: int, *, has_antialiasing: bool = True, repeats_edges: bool = True
 ) -> NDArray[np.float32]:
     """Interpolate a square table of positions [n * n, d] to another grid, with antialiasing for smaller grids.
+
+    Outside the table are its edges, or zeros unless ``repeats_edges``.
 
     Source: SigLIP 2's ``resize_positional_embeddings``, which uses torch's bilinear interpolation.
     """
@@ -220,7 +222,8 @@ def interpolated(
         centre = (np.arange(size, dtype=np.float32) + 0.5) * scale - 0.5
         away = np.abs(np.arange(n, dtype=np.float32) - centre[:, None])
         weights = np.maximum(1 - away / (max(scale, 1) if has_antialiasing else 1), 0).astype(np.float32)
-        weights /= weights.sum(-1, keepdims=True)
+        if repeats_edges:
+            weights /= weights.sum(-1, keepdims=True)
         square = np.moveaxis(np.tensordot(weights, square, (1, axis)), 0, axis)
     return square.reshape(rows * columns, -1)
 

@@ -43,6 +43,7 @@ class Projector:
 
 
 PROJECTORS: dict[str, Projector] = {
+    "dots_ocr": Projector("dots_ocr", "DotsOCR", "dots.ocr", "qwen2", "dots_ocr"),
     "exaone4_5": Projector("qwen", "Exaone45", "EXAONE 4.5", "exaone4", "exaone4_5"),
     "gemma3": Projector("siglip", "Gemma3", "Gemma 3", "gemma3", "gemma3"),
     "gemma4v": Projector("gemma4", "Gemma4", "Gemma 4", "gemma4", "gemma4"),
@@ -53,14 +54,20 @@ PROJECTORS: dict[str, Projector] = {
     "hunyuanvl": Projector("hunyuan", "HunyuanVL", "HunyuanOCR, HunyuanVL", "hunyuan_vl", "hunyuan_vl"),
     "idefics3": Projector("siglip", "Idefics3", "Idefics 3, SmolVLM", "llama", "idefics3 smolvlm"),
     "internvl": Projector(
-        "internvl", "InternVL", "InternVL 2.5 to 3.5", "internlm2 llama qwen2 qwen3 qwen3moe gpt-oss", "internvl"
+        "internvl",
+        "InternVL",
+        "InternVL 2.5 to 3.5",
+        "internlm2 llama qwen2 qwen3 qwen3moe gpt-oss",
+        "internvl internvl_chat",
     ),
     "kimik25": Projector("kimi", "Kimi", "Kimi K2.5 and K2.6", "deepseek2", "kimi_k25"),
+    "kimivl": Projector("kimi", "KimiVL", "Kimi-VL", "deepseek2", "kimi_vl"),
     "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
     "llama4": Projector("llama4", "Llama4", "Llama 4", "llama4", "llama4"),
     "minicpmv4_6": Projector("minicpm", "MiniCPMV", "MiniCPM-V 4.6", "qwen35", "minicpmv4_6"),
     "minimax_m3": Projector("minimax", "MiniMaxM3", "MiniMax-M3", "minimax-m3", "minimax_m3_vl"),
     "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6", "llama qwen2", "llava llava_next"),
+    "muse-glimmer": Projector("muse_glimmer", "MuseGlimmer", "Muse Glimmer", "muse-glimmer", "muse_glimmer"),
     "paddleocr": Projector("paddleocr", "PaddleOCR", "PaddleOCR-VL", "paddleocr", "paddleocr_vl"),
     "pixtral": Projector(
         "pixtral",

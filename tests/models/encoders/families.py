@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.helpers.checkpoints import parsed, write_tokenizer
 Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-minicpmv = import_module("tests.models.encoders.minicpmv")
+minicpmv, released = (import_module(f"tests.models.encoders.{name}") for name in ("minicpmv", "released"))
 
 #: Height and width of odd images: larger than a tile, elongated, and one pixel.
 SIZES = ((75, 130), (211, 64), (1, 1))
@@ -32,11 +33,13 @@ class Family:
     """A tiny model.
 
     Attributes:
-        model, config: names of a class of transformers or `minicpmv` and of its configuration, and the settings.
+        model, config: names of a class of transformers, `minicpmv` or `released`, and of its configuration, and the
+            settings.
         processor: module and name of the class that preprocesses images, and its arguments.
         seen: key in the processor's result of pixels [frames of [3, height, width]] or patches.
         arguments: keys in that result of the arguments of the model's ``get_image_features``.
         sizes: sizes of the images.
+        release: changes the saved folder to a published checkpoint of a model that transformers lacks.
     """
 
     model: str
@@ -46,6 +49,7 @@ class Family:
     options: dict[str, Any]
     arguments: tuple[str, ...] = ("pixel_values",)
     sizes: tuple[tuple[int, int], ...] = SIZES
+    release: Callable[[Path], None] | None = None
 
 
 TEXT = parsed("hidden_size=48 intermediate_size=64 num_hidden_layers=1 num_attention_heads=4 vocab_size=300")
@@ -102,6 +106,17 @@ def edges(shortest: int, longest: int) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Family] = {
+    "dots_ocr": Family(
+        "DotsOCR",
+        "DotsOCRConfig",
+        {
+            "text_config": TEXT | {"hidden_size": 48, "tie_word_embeddings": False},
+            "vision_config": SIGLIP,
+        },
+        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+        edges(3136, 16 * 28 * 28),
+        ("pixel_values", "image_grid_thw"),
+    ),
     "gemma3": family(
         "Gemma3",
         TEXT | {"query_pre_attn_scalar": 12, "sliding_window": 3},
@@ -206,6 +221,16 @@ FAMILIES: dict[str, Family] = {
         {"scale_resolution": 112, "max_slice_nums": 4},
         "pixel_values target_sizes",
         insert_layer_id=1,
+    ),
+    "muse-glimmer": family(
+        "MuseGlimmer",
+        TEXT,
+        SIGLIP | parsed("num_hidden_layers=5 patch_size=14 pos_emb_height=4 pos_emb_width=4"),
+        "torch muse_glimmer MuseGlimmer",
+        {"max_image_tokens": 30},
+        ON_GRID,
+        out_hidden_size=288,
+        projector_hidden_size=40,
     ),
     "minimax_m3": Family(
         "MiniMaxM3SparseForConditionalGeneration",
@@ -329,6 +354,8 @@ FAMILIES |= {
     "internvl 6B": like(
         "internvl", {"vision_config": INTERN_VISION | {"norm_type": "rms_norm", "use_qk_norm": True}}
     ),
+    "internvl chat": like("internvl", {}, release=released.as_internvl_chat),
+    "kimivl": like("kimik25", {}, release=released.as_kimi_vl),
     "minicpmv4_6 4x": like(
         "minicpmv4_6", {"downsample_mode": "4x"}, options={"scale_resolution": 84, "downsample_mode": "4x"}
     ),
@@ -463,7 +490,7 @@ def make(name: str, folder: Path) -> Any:
     """Return the model of a family, saved in a folder with its files, model.gguf and mmproj.gguf."""
     family = FAMILIES[name]
     torch.manual_seed(len(name))
-    library = minicpmv if hasattr(minicpmv, family.model) else transformers
+    library = next(each for each in (minicpmv, released, transformers) if hasattr(each, family.model))
     config = getattr(library, family.config)(**family.settings | {"image_token_id": 7})
     model = getattr(library, family.model)(config).eval().float()
     with torch.no_grad():
@@ -482,6 +509,8 @@ def make(name: str, folder: Path) -> Any:
         transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
     model.save_pretrained(folder)
     processor_of(name).save_pretrained(folder)
+    if family.release is not None:
+        family.release(folder)
     write_tokenizer(folder, 300)
     for checkpoint, file in ((Checkpoint(folder), "model.gguf"), (MmprojCheckpoint(folder), "mmproj.gguf")):
         list(run(plan(checkpoint, folder / file, "F32" if file == "model.gguf" else None)))
