@@ -99,8 +99,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek2-ocr": Architecture(
         "deepseek",
-        "DeepSeek-OCR and OCR-2, Unlimited-OCR, text",
-        "DeepseekOCRForCausalLM DeepseekOCR2ForCausalLM UnlimitedOCRForCausalLM deepseek_ocr2 deepseek_ocr2_text",
+        "DeepSeek-OCR and OCR-2, Unlimited-OCR",
+        "DeepseekOCRForCausalLM DeepseekOCR2ForCausalLM UnlimitedOCRForCausalLM deepseek_ocr2 deepseek_ocr2_text "
+        "unlimited_ocr unlimited_ocr_text",
     ),
     "deepseek32": Architecture("deepseek32", "DeepSeek V3.2", "deepseek_v32", has_block=True),
     "deepseek4": Architecture("deepseek4", "DeepSeek V4, text", "deepseek_v4"),

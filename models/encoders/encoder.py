@@ -49,7 +49,11 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "projection_dim": (0, 1 << 16),  # 0 if only the projector's tensors contain the width
     "projector.scale_factor": (1, 16),
     "projector.stack_factor": (1, 64),
+    "sam.block_count": (1, 512),
+    "sam.embedding_length": (1, 1 << 16),
+    "sam.head_count": (1, 1024),
     "spatial_merge_size": (1, 16),
+    "window_size": (1, 256),
 }
 #: Minimum and maximum of the colours' means, and of their standard deviations.
 _MEANS, _DEVIATIONS = (-1e3, 1e3), (1e-3, 1e3)
@@ -79,6 +83,7 @@ class FrameRows:
     axes: NDArray[np.int32]  # [3, T]: 0, row and column of each patch
     outputs: NDArray[np.int32]  # [N], the first row of each output
     spans: NDArray[np.int32]  # [2, T]: first and end row of each patch's window; [2, 0] without windows
+    stage: int = 0  # number of the frame's first stage, of `EncoderModel.n_first`
 
 
 @dataclass(frozen=True)
@@ -189,6 +194,11 @@ class EncoderModel:
         """
         raise NotImplementedError
 
+    @property
+    def n_first(self) -> int:
+        """Number of first stages. A frame goes through one of them, and through all further stages."""
+        return 1
+
     def rows(self, frame: NDArray[Any]) -> FrameRows:
         """A prepared frame as the graph takes it."""
         raise NotImplementedError
@@ -203,6 +213,11 @@ class EncoderModel:
         n = 1 if self.behind is None else self.behind.n_joined
         axes, spans = np.zeros((3, len(rows)), np.int32), np.zeros((2, 0), np.int32)
         return FrameRows(rows, axes, np.arange(0, len(rows), n, dtype=np.int32), spans)
+
+    def following_in_pieces(self, rows: Pixels, frame: FrameRows) -> Generator[None, None, FrameRows]:
+        """Return the same result as `following`, but yield after each piece if the computation is long."""
+        yield from ()
+        return self.following(rows, frame)
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
         """Return the rows of an image in the order of its tokens, from the rows of its frames.

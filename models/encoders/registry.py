@@ -22,7 +22,8 @@ class Projector:
     name: str
     models: str
     texts: str  # architectures of the text models for its rows, separated by spaces
-    hf_types: str  # ``model_type`` in config.json and, after "/", of the encoder's section, separated by spaces
+    # ``model_type`` in config.json and, after "/", of the encoder's section, or classes, separated by spaces.
+    hf_types: str
     kind: str = "image"  # or "audio"
     #: A token whose embedding llama.cpp reads from the encoder's file, and the name of its tensor in the file.
     row: tuple[str, str] | None = None
@@ -43,6 +44,16 @@ class Projector:
 
 
 PROJECTORS: dict[str, Projector] = {
+    "deepseekocr": Projector(
+        "deepseek_ocr",
+        "DeepSeekOCR",
+        "DeepSeek-OCR, Unlimited-OCR",
+        "deepseek2-ocr",
+        "unlimited_ocr DeepseekOCRForCausalLM UnlimitedOCRForCausalLM",
+    ),
+    "deepseekocr2": Projector(
+        "deepseek_ocr", "DeepSeekOCR2", "DeepSeek-OCR 2", "deepseek2-ocr", "deepseek_ocr2 DeepseekOCR2ForCausalLM"
+    ),
     "dots_ocr": Projector("dots_ocr", "DotsOCR", "dots.ocr", "qwen2", "dots_ocr"),
     "exaone4_5": Projector("qwen", "Exaone45", "EXAONE 4.5", "exaone4", "exaone4_5"),
     "gemma3": Projector("siglip", "Gemma3", "Gemma 3", "gemma3", "gemma3"),

@@ -69,6 +69,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
             if prepared.frames[0].shape == np.asarray(image).shape:
                 break
             image = picture(*prepared.frames[0].shape[:2])
+        prepared = encoder.prepare(image)
         (ours,) = encoded(encoder, [prepared])
         flat = np.asarray(ours).reshape(len(ours), -1)
         theirs = features(model, name, image)[1]

@@ -101,11 +101,45 @@ GRIDS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
 QWEN_2_PROCESSOR, ON_GRID = "qwen2_vl Qwen2VL", "pixel_values image_grid_thw"
 
 
+SAM = parsed("hidden_size=32 num_hidden_layers=3 num_attention_heads=2 output_channels=16 mlp_dim=48 window_size=3")
+SAM |= {"image_size": 128, "patch_size": 16, "global_attn_indexes": [1], "downsample_channels": [16, 32]}
+DEEPSEEK_OCR = TEXT | {"num_key_value_heads": 4, "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]}
+DEEPSEEK_OCR |= {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+
+
 def edges(shortest: int, longest: int) -> dict[str, Any]:
     return {"size": {"shortest_edge": shortest, "longest_edge": longest}}
 
 
 FAMILIES: dict[str, Family] = {
+    "deepseekocr": family(
+        "UnlimitedOcr",
+        DEEPSEEK_OCR | {"sliding_window": 1024},
+        {
+            "sam_config": SAM,
+            "encoder_config": parsed("hidden_size=32 intermediate_size=48 num_hidden_layers=2 num_attention_heads=2")
+            | {"image_size": 28, "patch_size": 14},
+        },
+        "torch unlimited_ocr UnlimitedOcr",
+        {"size": {"height": 128, "width": 128}, "tile_size": 64, "max_patches": 6},
+        "pixel_values pixel_values_local num_local_patches patches_grid",
+    ),
+    "deepseekocr2": family(
+        "DeepseekOcr2",
+        DEEPSEEK_OCR,
+        {
+            "sam_config": SAM,
+            "encoder_config": parsed("hidden_size=32 intermediate_size=48 num_hidden_layers=2 num_attention_heads=4")
+            | {
+                "num_key_value_heads": 2,
+                "vocab_size": 8,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+        "deepseek_ocr2 DeepseekOcr2",
+        {"size": {"height": 128, "width": 128}, "tile_size": 64, "max_patches": 2},
+        "pixel_values pixel_values_local num_local_patches",
+    ),
     "dots_ocr": Family(
         "DotsOCR",
         "DotsOCRConfig",
@@ -387,9 +421,10 @@ def picture(height: int, width: int) -> Any:
     return Image.fromarray((127 + 60 * waves + rng.integers(-60, 60, (height, width, 3))).astype(np.uint8))
 
 
-def padded(images: Any, padding: tuple[int, int, int, int], **_: Any) -> Any:
+def padded(images: Any, padding: tuple[int, int, int, int], fill: Any = (0, 0, 0), **_: Any) -> Any:
     left, top, right, bottom = padding
-    return torch.nn.functional.pad(images, (left, right, top, bottom))
+    colours = torch.tensor(fill, dtype=images.dtype)[:, None, None]
+    return torch.nn.functional.pad(images - colours, (left, right, top, bottom)) + colours
 
 
 def by_pillow(module: str, kind: str) -> Any:

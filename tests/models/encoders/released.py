@@ -120,6 +120,28 @@ def as_internvl_chat(folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(processor), "utf-8")
 
 
+def as_deepseek_ocr(folder: Path) -> None:
+    def change(config: dict[str, Any], tensors: Tensors) -> Tensors:
+        sam, clip = (config["vision_config"][name] for name in ("sam_config", "encoder_config"))
+        names = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+        shapes = [{ours: part[theirs] for ours, theirs in names.items()} for part in (sam, clip)]
+        shapes[0] |= {name: sam[name] for name in ("downsample_channels", "global_attn_indexes")}
+        shapes[1] |= {name: clip[name] for name in ("image_size", "patch_size")}
+        width = dict(zip(("sam_vit_b", "clip-l-14-224"), shapes, strict=True))
+        vision = {"cls": "deeplip_b_l", "mlp_ratio": 3.7362, "model_name": "deeplip_b_l", "model_type": "vision"}
+        config["vision_config"] = vision | {"image_size": sam["image_size"], "width": width}
+        config["language_config"] = config.pop("text_config")
+        config |= {"model_type": "deepseek_vl_v2", "architectures": ["DeepseekOCRForCausalLM"], "tile_tag": "2D"}
+        config |= {"candidate_resolutions": [[1024, 1024]], "global_view_pos": "head"}
+        config |= {"projector_config": {"input_dim": 64, "model_type": "mlp_projector", "projector_type": "linear"}}
+        return tensors
+
+    rewrite(folder, change, {})
+    (folder / "preprocessor_config.json").unlink()
+    processor = {"candidate_resolutions": [[1024, 1024]], "patch_size": 16, "image_mean": [0.5] * 3}
+    (folder / "processor_config.json").write_text(json.dumps(processor), "utf-8")
+
+
 class DotsOCRConfig:
     def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
         self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
