@@ -127,7 +127,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture("gpt_oss", "gpt-oss", "gpt_oss"),
     "gpt2": Architecture("gpt2", "GPT-2", "gpt2"),
     "gptneox": Architecture("gptneox", "GPT-NeoX, Pythia", "gpt_neox"),
-    "granite": Architecture("granite", "Granite 3 and 4, dense", "granite"),
+    "granite": Architecture("granite", "Granite 3 and 4, dense", "granite granite4_vision granite4_vision_text"),
     "granite_swa": Architecture(
         "granite", "Granite with windows, dense and with experts", "granite_swa granitemoe_swa"
     ),

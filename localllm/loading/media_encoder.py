@@ -263,12 +263,12 @@ class MediaEncoder:
                 frames.append((yield from encoder.model.rows_in_pieces(frame)))
             all_rows: list[NDArray[np.float32]] = []
             for some in _batches(frames):
-                rows = yield from self._run(encoder.stages[some[0].stage], some, encoder.model.further)
-                for stage in encoder.stages[encoder.model.n_first :]:
-                    following = []
-                    for row, frame in zip(rows, some, strict=True):
-                        following.append((yield from encoder.model.following_in_pieces(row[:, 0], frame)))
-                    rows = yield from self._run(stage, following)
+                rows: list[NDArray[np.float32]] = []
+                stages = [encoder.stages[some[0].stage], *encoder.stages[encoder.model.n_alternatives :]]
+                for stage in stages:
+                    for i, row in enumerate(rows):
+                        some[i] = yield from encoder.model.following_in_pieces(row[:, 0], some[i])
+                    rows = yield from self._run(stage, some, encoder.model.further if stage is stages[-1] else ())
                 all_rows += rows
             for item in items:
                 mine, all_rows = all_rows[: len(item.frames)], all_rows[len(item.frames) :]

@@ -47,8 +47,10 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "preproc_max_tiles": (1, 256),
     "preproc_min_tiles": (1, 256),
     "projection_dim": (0, 1 << 16),  # 0 if only the projector's tensors contain the width
+    "projector.query_side": (1, 256),
     "projector.scale_factor": (1, 16),
     "projector.stack_factor": (1, 64),
+    "projector.window_side": (1, 256),
     "sam.block_count": (1, 512),
     "sam.embedding_length": (1, 1 << 16),
     "sam.head_count": (1, 1024),
@@ -83,7 +85,7 @@ class FrameRows:
     axes: NDArray[np.int32]  # [3, T]: 0, row and column of each patch
     outputs: NDArray[np.int32]  # [N], the first row of each output
     spans: NDArray[np.int32]  # [2, T]: first and end row of each patch's window; [2, 0] without windows
-    stage: int = 0  # number of the frame's first stage, of `EncoderModel.n_first`
+    stage: int = 0  # number of the frame's first stage, of `EncoderModel.n_alternatives`
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class EncoderModel:
         self.read()
         self.graph = Graph(rounds_floats=True)
         self.record()
-        self.graph.watched.update(self.further)
+        (self.graph if self.behind is None else self.behind.graph).watched.update(self.further)
 
     def number(self, key: str, default: Any = None) -> int:
         """Return the integer ``clip.{section}.{key}``. Raises ModelError if it is outside its `BOUNDS`."""
@@ -195,8 +197,8 @@ class EncoderModel:
         raise NotImplementedError
 
     @property
-    def n_first(self) -> int:
-        """Number of first stages. A frame goes through one of them, and through all further stages."""
+    def n_alternatives(self) -> int:
+        """Number of first stages. A frame goes through one first stage, and through all further stages."""
         return 1
 
     def rows(self, frame: NDArray[Any]) -> FrameRows:

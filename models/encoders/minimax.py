@@ -81,9 +81,10 @@ class MiniMaxM3(QwenVision):
         self.two_linears(x, "mm.merger.fc1", "mm.merger.fc2")
 
     def query_key_value(self, at: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def turned(matrix: Matrix) -> Matrix:
+            parts = (part for part in (matrix.weight, matrix.bias) if part is not None)
+            return Matrix(*(HeadsReordered(part, self.order) for part in parts))
+
         q, k, v = (at.weights.matrix(f"attn_{name}", x.width, x.width, bias=True) for name in "qkv")
-        matrices = (
-            Matrix(*(HeadsReordered(weight, self.order) for weight in (each.weight, each.bias))) for each in (q, k)
-        )
-        query, key, value = at.add(Linears(x, (*matrices, v)))
+        query, key, value = at.add(Linears(x, (turned(q), turned(k), v)))
         return query, key, value

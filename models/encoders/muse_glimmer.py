@@ -71,7 +71,8 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
 def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if name.endswith("patch_embedding.weight"):  # an image is used as all frames of a patch
         size = c.vision["patch_size"]
-        return floats(array).reshape(len(array), -1, 3, size, size).sum(1)
+        total: Array = floats(array).reshape(len(array), -1, 3, size, size).sum(1)
+        return total
     if ".q_proj." in name or ".k_proj." in name:
         return interleave_pairs(array, c.vision["num_attention_heads"])
     return array

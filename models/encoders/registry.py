@@ -62,6 +62,7 @@ PROJECTORS: dict[str, Projector] = {
     "glm4v": Projector(
         "qwen", "Glm4V", "GLM-4.1V to 4.6V, GLM-OCR", "glm4 glm4moe", "glm4v glm4v_moe glm46v glm_ocr"
     ),
+    "granite4_vision": Projector("granite", "Granite4Vision", "Granite 4 Vision", "granite", "granite4_vision"),
     "hunyuanvl": Projector("hunyuan", "HunyuanVL", "HunyuanOCR, HunyuanVL", "hunyuan_vl", "hunyuan_vl"),
     "idefics3": Projector("siglip", "Idefics3", "Idefics 3, SmolVLM", "llama", "idefics3 smolvlm"),
     "internvl": Projector(

@@ -47,8 +47,8 @@ class WithWaves(FloatView):
     """
 
     n_heads: int
-    tables: tuple[Weight, Weight]  # vectors of the distances of rows and columns, [distances, n] each
-    side: int  # rows and columns
+    tables: tuple[Weight, ...]  # vectors of the distances of rows and columns, [distances, n] each; empty: no waves
+    side: int  # rows and columns; 0 without waves
 
     @property
     def name(self) -> str:
@@ -64,9 +64,9 @@ class WithWaves(FloatView):
 
     def values(self) -> NDArray[np.float32]:
         heads = floats(self.whole).reshape(self.n_heads, self.dim, -1)
-        cosines, sines = zip(*(self.coefficients(floats(table)) for table in self.tables), strict=True)
-        # The attention multiplies scores by dim ** -0.5.
-        waves = np.concatenate([*cosines, *(-each for each in sines)]) * self.dim**0.5
+        pairs = [self.coefficients(floats(table)) for table in self.tables]
+        waves = np.concatenate([np.zeros((0, self.dim)), *(pair[0] for pair in pairs), *(-pair[1] for pair in pairs)])
+        waves *= self.dim**0.5  # because the attention multiplies scores by dim ** -0.5
         room = np.zeros((self.n_heads, _ROOM, heads.shape[2]), np.float32)
         room[:, 0] = self.whole.shape[1:] == ()
         return np.concatenate([heads, waves @ heads, room], axis=1)
@@ -207,7 +207,7 @@ class SamVision(VisionModel):
         return at.linear(at.add(Activation(y, "gelu_erf")), "mlp.lin2", d, residual=x)
 
     @property
-    def n_first(self) -> int:
+    def n_alternatives(self) -> int:
         return len(self.first)
 
     @property

@@ -98,6 +98,7 @@ CLIP = siglip("clip_vision_model", image_size=56, patch_size=14, num_hidden_laye
 SQUARE = {"size": {"height": 56, "width": 56}}
 CROPPED = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 GRIDS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+WIDE_GRIDS = [[112, 224], [224, 112], [112, 336]]
 QWEN_2_PROCESSOR, ON_GRID = "qwen2_vl Qwen2VL", "pixel_values image_grid_thw"
 
 
@@ -172,6 +173,30 @@ FAMILIES: dict[str, Family] = {
         audio_config=None,
     ),
     "glm4v": family("Glm4v", TEXT | GLM_MROPE, GLM_VISION, "glm4v Glm4v", edges(12544, 32 * 28 * 28), ON_GRID),
+    "granite4_vision": Family(
+        "Granite4VisionForConditionalGeneration",
+        "Granite4VisionConfig",
+        {
+            "text_config": TEXT
+            | parsed(
+                "model_type=granite4_vision_text num_hidden_layers=6 embedding_multiplier=3.0 logits_scaling=2.0"
+            ),
+            "vision_config": siglip("siglip_vision_model", hidden_size=128, image_size=112, patch_size=14)
+            | {"num_attention_heads": 2, "vision_use_head": False, "num_hidden_layers": 3},
+            "qformer_config": parsed("model_type=blip_2_qformer num_hidden_layers=1 cross_attention_frequency=1")
+            | {"intermediate_size": 80},
+            "downsample_rate": "2/4",
+            "deepstack_layer_map": [[-2, 3], [-1, 0]],
+            "spatial_target_layers": [1, 2, 4, 5],
+            "spatial_vision_layer": -1,
+            "image_grid_pinpoints": WIDE_GRIDS,
+            "vision_feature_select_strategy": "full",
+        },
+        ("llava_next.image_processing_pil_llava_next", "LlavaNextImageProcessorPil"),
+        {"size": {"height": 112, "width": 112}, "crop_size": {"height": 112, "width": 112}}
+        | {"image_grid_pinpoints": WIDE_GRIDS},
+        ("pixel_values", "image_sizes"),
+    ),
     "hunyuanvl": family(
         "HunYuanVL",
         TEXT

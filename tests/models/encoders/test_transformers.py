@@ -64,6 +64,9 @@ def features(model: Any, name: str, image: Any, processor: Any = None) -> tuple[
         out = inner.get_image_features(**{key: seen[key] for key in family.arguments if key in seen})
         if name == "muse-glimmer":  # before the norm, which is part of the text model's file
             out.pooler_output = inner.vision_projection(inner.vision_adapter(out.last_hidden_state))
+        if name == "granite4_vision":
+            packed = [torch.cat([*rows]) for _, rows in sorted(out.deepstack_features, key=lambda each: each[0])]
+            return seen, torch.stack(packed, dim=1).detach().numpy()
         if name == "llama4":
             out.pooler_output = model.multi_modal_projector(out.last_hidden_state)
     joined = [
