@@ -79,14 +79,14 @@ def hf_keys(config: Any) -> dict[str, Any]:
 def deepstack_layers(config: Any) -> list[int] | None:
     """Return the layers that add embeddings of images, in the order of the embeddings; None if the model sees none.
 
-    Raises ModelError unless the first layer is one of them, and no layer adds several embeddings.
+    Raises ModelError if the first layer adds no embedding, or a layer adds several embeddings.
     """
     if (pairs := getattr(config, "deepstack_layer_map", None)) is None:
         return None
     n = config.num_hidden_layers
     layers = sorted(layer % n for layer in (*(int(layer) for _, layer in pairs), *config.spatial_target_layers))
     if len(set(layers)) < len(layers) or layers[:1] != [0]:
-        raise ModelError(f"config.json adds images at the layers {layers}, which must begin with 0 and be distinct")
+        raise ModelError(f"config.json adds images at the layers {layers}, which must start with 0 and be distinct")
     return layers
 
 

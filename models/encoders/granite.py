@@ -54,13 +54,13 @@ _FLAGS = 16
 def _projectors(c: EncoderCheckpoint) -> list[tuple[int, str, int, int]]:
     """Return layer of the text model, kind, number in the checkpoint and layer of the encoder of each Q-Former."""
     n, n_text = c.vision["num_hidden_layers"], c.text.num_hidden_layers
-    found = [
-        (int(layer) % n_text, "layerwise", i, int(tapped))
-        for i, (tapped, layer) in enumerate(c.values["deepstack_layer_map"])
-    ]
-    tapped = c.values.get("spatial_vision_layer", -1)
-    found += [(layer % n_text, "spatial", i, tapped) for i, layer in enumerate(c.values["spatial_target_layers"])]
-    return sorted((*first, tapped + n if tapped < 0 else tapped - 1) for *first, tapped in found)  # type: ignore[misc]
+    tapped, targets = c.values.get("spatial_vision_layer", -1), c.values["spatial_target_layers"]
+    kinds = (("layerwise", c.values["deepstack_layer_map"]), ("spatial", [(tapped, layer) for layer in targets]))
+    return sorted(
+        (int(layer) % n_text, kind, i, int(source) + n if int(source) < 0 else int(source) - 1)
+        for kind, pairs in kinds
+        for i, (source, layer) in enumerate(pairs)
+    )
 
 
 def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:

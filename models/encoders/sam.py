@@ -39,7 +39,7 @@ _ROOM = 16
 
 @dataclass(frozen=True, eq=False)
 class WithWaves(FloatView):
-    """Matrix or bias of queries [n_heads * n, …], each of which gets coefficients of waves of the distances.
+    """Matrix or bias of queries [n_heads * n, …] with additional values: coefficients of waves of the distances.
 
     The model adds the product of the query and a vector of the distance to each score, for rows and for columns.
     Over all distances, this product is a sum of waves. A wave of the distance is the product of two values that are
@@ -240,7 +240,7 @@ class SamVision(VisionModel):
         return FrameRows(inputs, axes, outputs, spans, self.sides.index(side))
 
     def joined_patches(self, rows: Pixels) -> Generator[None, None, Pixels]:
-        """Return the features of the joined patches, [side / 4, side / 4, channels], from those of the patches."""
+        """Return the features of the joined patches, [side / 4, side / 4, channels], from the patches' features."""
         side = round(len(rows) ** 0.5)
         x, (scale, bias) = rows.reshape(side, side, -1), map(floats, self._norm)
 
