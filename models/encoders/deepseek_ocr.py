@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,13 @@ def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[
     return {} if name.endswith("patch_embedding.weight") else array  # unused
 
 
+@dataclass(frozen=True)
+class Tiled(Prepared):
+    """The tiles of an image, followed by the complete view."""
+
+    tiles: tuple[int, int]  # rows and columns
+
+
 class DeepSeekOCR(SamVision):
     """DeepSeek-OCR and Unlimited-OCR: CLIP's layers over SAM's features, which are also input of the projector."""
 
@@ -206,13 +214,14 @@ class DeepSeekOCR(SamVision):
         view = np.full((self.base, self.base, 3), 127, np.uint8)
         top, left = (self.base - height) // 2, (self.base - width) // 2
         view[top : top + height, left : left + width] = np.asarray(resized(image, height, width, "bicubic"))
-        return Prepared((*frames, view), (n,), grid)
+        return Tiled((*frames, view), (n,), (self.base // joined, self.base // joined), grid)
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
         """Return the rows of the tiles line by line, then of the complete view, each line with an end row."""
+        assert isinstance(prepared, Tiled)
         joined, width = 4 * self.patch_size, rows.shape[2]
         end, parts, at = floats(self.newline), [], 0
-        for (down, across), side in ((prepared.grid, self.tile // joined), ((1, 1), self.base // joined)):
+        for (down, across), side in ((prepared.tiles, self.tile // joined), ((1, 1), self.base // joined)):
             n = down * across * side**2
             lines = np.empty((down * side, across * side + 1, width), np.float32)
             lines[:, :-1] = (

@@ -1,4 +1,4 @@
-"""Granite 4 Vision's encoder: SigLIP, and a Q-Former (arXiv:2301.12597) for each of several layers. Its queries are
+"""Granite 4 Vision's encoder: SigLIP, and several Q-Formers (arXiv:2301.12597) over different layers. Its queries are
 averages or corners of patches, and see the patches of their window. The text model adds each Q-Former's output before
 another layer.
 """
@@ -135,7 +135,9 @@ class Granite4Vision(Llava):
         self.graph.add(Outputs(self.graph.add(SideBySide(normed))))
         sizes = (("query", self.query_side), ("img_pos", self.window_side))
         self.learnt = {
-            name: np.stack([self.table(f"v.proj_blk.{i}.{name}", 1, side**2, d)[0] for i in range(k)], axis=1)
+            name: np.stack(
+                [self.table(f"v.proj_blk.{i}.{name}", 1, side**2, d).reshape(-1, d) for i in range(k)], axis=1
+            )
             for name, side in sizes
         }  # [rows of a window, k, n_embd]
         first, self.graph = self.graph, Graph(rounds_floats=True)

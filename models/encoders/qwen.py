@@ -93,7 +93,8 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     if kind == "qwen2_5_vl":
         return keys | _keys_of_windows(c)
     if kind == "exaone4_5":
-        more = {"projector_type": "exaone4_5", "vision.attention.head_count_kv": vision["num_key_value_heads"]}
+        more = {"projector_type": "exaone4_5", "vision.window_size": WINDOW_PIXELS}
+        more["vision.attention.head_count_kv"] = vision["num_key_value_heads"]
         return keys | _keys_of_windows(c) | more
     if is_2:
         return keys | {
