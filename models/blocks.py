@@ -8,7 +8,7 @@ operations in execution order. It adds no norm before or after itself, because a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -118,12 +118,13 @@ def decoder(
     norm_eps: float | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    n_deepstack: int = 0,
+    deepstack: Mapping[int, int] | None = None,
 ) -> Graph:
     """Record a decoder: embedding, layers, final norm and head, from token ids to logits [N, n_vocab].
 
     An embedding model (`Header.pooling`) has no head, and its graph ends with the pooling's input [N, d]. If batches
-    contain images, further embeddings of the images are added after the first ``n_deepstack`` layers, one per layer.
+    contain images, further embeddings of the images are added after the layers in ``deepstack``, which has the number
+    of the embedding by layer.
     """
     config, weights, graph = m.config, m.weights, Graph(m.cache_type)
     d, eps = config.n_embd, m.norm_eps if norm_eps is None else norm_eps
@@ -143,8 +144,8 @@ def decoder(
         graph.name("input", x)
         x = record_layer(Layer(i, graph, weights.layer(i), d, eps, embedding, m.is_causal), x)
         graph.name("output", x)
-        if m.sees and i < n_deepstack:
-            x = graph.add(ops.AddRows(x, i + 1))
+        if m.sees and deepstack and i in deepstack:
+            x = graph.add(ops.AddRows(x, deepstack[i]))
     graph.layer = "output"
     at = Layer(-1, graph, weights, d, eps, embedding)
     x = at.add(ops.Outputs(x))  # [N, d]

@@ -13,7 +13,13 @@ from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, interleave_query_and_key, rotated_part, unscaled
 
-HF_MEANT = {"topk_method": ("greedy",), "scoring_func": ("softmax",)}
+HF_MEANT = {
+    "topk_method": ("greedy",),
+    "scoring_func": ("softmax",),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "sliding_window": (),  # of Unlimited-OCR, for generated tokens only
+}
 
 
 def _is_ocr(config: Any) -> bool:

@@ -62,6 +62,11 @@ def hf_keys(config: Any) -> dict[str, Any]:
     }
     if config.model_type.endswith("_swa"):
         return keys | _window_keys(config)
+    if (layers := deepstack_layers(config)) is not None:
+        numbers = dict.fromkeys(range(config.num_hidden_layers), -1) | {
+            layer: i for i, layer in enumerate(layers) if i
+        }
+        return keys | {"deepstack_mapping": [numbers[i] for i in range(config.num_hidden_layers)]}
     if config.model_type != "granitemoehybrid":
         return keys
     n_kv = attention_layers(config, config.num_key_value_heads)
@@ -69,6 +74,20 @@ def hf_keys(config: Any) -> dict[str, Any]:
     if getattr(config, "position_embedding_type", None) != "rope":
         hybrid |= {"rope.scaling.finetuned": False, "context_length": 1 << 20}
     return keys | mamba_keys(config) | hybrid
+
+
+def deepstack_layers(config: Any) -> list[int] | None:
+    """Return the layers that add embeddings of images, in the order of the embeddings; None if the model sees none.
+
+    Raises ModelError if the first layer adds no embedding, or a layer adds several embeddings.
+    """
+    if (pairs := getattr(config, "deepstack_layer_map", None)) is None:
+        return None
+    n = config.num_hidden_layers
+    layers = sorted(layer % n for layer in (*(int(layer) for _, layer in pairs), *config.spatial_target_layers))
+    if len(set(layers)) < len(layers) or layers[:1] != [0]:
+        raise ModelError(f"config.json adds images at the layers {layers}, which must start with 0 and be distinct")
+    return layers
 
 
 def _window_keys(config: Any) -> dict[str, Any]:
@@ -101,7 +120,9 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 def record(m: Header) -> Graph:
     heads, experts = m.heads_by_layer(), m.experts()
     n_ff = 0 if experts else m.mlp_width()
-    m.meta.skip("deepstack_mapping")  # for images
+    # Number of the embedding of images that is added before each layer, or -1.
+    added = m.meta.read_each("deepstack_mapping", m.config.n_layers, int, -1, low=-1, high=1 << 10)
+    deepstack = {i - 1: number for i, number in enumerate(added) if i and number > 0}
     net = None if all(heads) else Mamba.read(m.meta)
     windows = m.windows(period=0)
     is_rotated = m.meta.read_each("attention.rope_pattern", m.config.n_layers, bool, True, low=0, high=1)
@@ -138,4 +159,10 @@ def record(m: Header) -> Graph:
             return mixture(at, y, experts, residual=x, residual_scale=residual_scale or 1)
         return add(at, gated_mlp(at, y, n_ff), x, residual_scale or 1)
 
-    return decoder(m, layer, embedding_scale=embedding_scale or 1, logit_scale=1 / (logit_divisor or 1))
+    return decoder(
+        m,
+        layer,
+        embedding_scale=embedding_scale or 1,
+        logit_scale=1 / (logit_divisor or 1),
+        deepstack=deepstack,
+    )

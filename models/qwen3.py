@@ -34,4 +34,5 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 def record(m: Header) -> Graph:
     rope, windows = with_axes(m, make_rope(m, m.heads().key_dim), in_turn=True), m.windows(period=0)
     layer = llama_layer(m, rope, m.experts(), windows=windows, qk_norm="head")
-    return decoder(m, layer, n_deepstack=m.meta.read("n_deepstack_layers", int, 0, low=0, high=1 << 10))
+    n = m.meta.read("n_deepstack_layers", int, 0, low=0, high=1 << 10)
+    return decoder(m, layer, deepstack={i: i + 1 for i in range(n)})

@@ -99,8 +99,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek2-ocr": Architecture(
         "deepseek",
-        "DeepSeek-OCR and OCR-2, Unlimited-OCR, text",
-        "DeepseekOCRForCausalLM DeepseekOCR2ForCausalLM UnlimitedOCRForCausalLM deepseek_ocr2 deepseek_ocr2_text",
+        "DeepSeek-OCR and OCR-2, Unlimited-OCR",
+        "DeepseekOCRForCausalLM DeepseekOCR2ForCausalLM UnlimitedOCRForCausalLM deepseek_ocr2 deepseek_ocr2_text "
+        "unlimited_ocr unlimited_ocr_text",
     ),
     "deepseek32": Architecture("deepseek32", "DeepSeek V3.2", "deepseek_v32", has_block=True),
     "deepseek4": Architecture("deepseek4", "DeepSeek V4, text", "deepseek_v4"),
@@ -126,7 +127,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture("gpt_oss", "gpt-oss", "gpt_oss"),
     "gpt2": Architecture("gpt2", "GPT-2", "gpt2"),
     "gptneox": Architecture("gptneox", "GPT-NeoX, Pythia", "gpt_neox"),
-    "granite": Architecture("granite", "Granite 3 and 4, dense", "granite"),
+    "granite": Architecture("granite", "Granite 3 and 4, dense", "granite granite4_vision granite4_vision_text"),
     "granite_swa": Architecture(
         "granite", "Granite with windows, dense and with experts", "granite_swa granitemoe_swa"
     ),
@@ -166,14 +167,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minicpm": Architecture("granite", "MiniCPM 1 and 2", "minicpm"),
     "minicpm3": Architecture("minicpm3", "MiniCPM 3", "minicpm3"),
     "minimax-m2": Architecture("minimax_m2", "MiniMax-M2", "minimax_m2"),
-    "minimax-m3": Architecture("minimax_m3", "MiniMax-M3, text", "minimax_m3_vl minimax_m3_vl_text"),
+    "minimax-m3": Architecture("minimax_m3", "MiniMax-M3", "minimax_m3_vl minimax_m3_vl_text"),
     "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2", "ministral3 mistral3"),
     "mistral4": Architecture("mistral4", "Mistral Small 4", "mistral4"),
     "modern-bert": Architecture(
         "modern_bert", "ModernBERT, as embedding models and rerankers", "modernbert", is_encoder=True
     ),
     "mpt": Architecture("mpt", "MPT, SEA-LION 7B", "mpt"),
-    "muse-glimmer": Architecture("muse_glimmer", "Muse Glimmer, text", "muse_glimmer muse_glimmer_text"),
+    "muse-glimmer": Architecture("muse_glimmer", "Muse Glimmer", "muse_glimmer muse_glimmer_text"),
     "nemotron": Architecture("nemotron", "Nemotron 3 and 4, Minitron", "nemotron"),
     "nemotron_h": Architecture("nemotron_h", "Nemotron-H, Nemotron Nano 2", "nemotron_h"),
     "nemotron_h_moe": Architecture("nemotron_h", "Nemotron 3, with experts", "nemotron_h"),
@@ -189,7 +190,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
     "qwen": Architecture("qwen", "Qwen 1", "qwen"),
-    "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2 minicpmv/2.6 minicpmo/2.6"),
+    "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2 dots_ocr minicpmv/2.6 minicpmo/2.6"),
     "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts", "qwen2_moe"),
     "qwen2vl": Architecture("qwen2", "Qwen 2 and 2.5 VL, text", "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text"),
     "qwen3": Architecture("qwen3", "Qwen 3", "qwen3 minicpmv/4.5 minicpmo/4.5"),

@@ -47,8 +47,8 @@ Array = NDArray[Any]
 
 #: Tensors of a checkpoint that do not belong to the language model.
 _OTHERS = re.compile(
-    r"(^|\.)(mtp|masked_embedding|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|patch_merge_mlp|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
-    r"|embed_audio)\.|^model\.merger\."
+    r"(^|\.)(mtp|masked_embedding|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|patch_merge_mlp|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|(?:layerwise|spatial)_projectors|embed_vision"
+    r"|embed_audio)\.|^(model\.merger|mlp1)\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$|image_newline$"
     r"|(^|\.)h\.\d+\.attn\.bias$|view_seperator$|^decoder\.(weight|bias)$"
 )
@@ -242,7 +242,7 @@ def _check_head(
     names = ("tie_word_embeddings", "tie_embedding", "share_input_output_layers")
     ties = [ties for name in names for ties in (config.peek(name), values.get(name))]
     is_tied = False not in ties or True in ties
-    classes = _texts(config.get("architectures"))
+    classes = texts(config.get("architectures"))
     has_head = any(name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in classes)
     is_embedding = (folder / "modules.json").exists() or (folder / "1_Pooling").exists()
     if has_head and not (is_tied or is_embedding or config.target or "output.weight" in tensors):
@@ -272,7 +272,7 @@ def _architecture(config: Config, values: Mapping[str, Any]) -> str:
         return "eagle3"  # for any class, because some files name the target model's class
     kind = str(values.get("model_type"))
     wanted = {kind, f"{kind}/{values.get('version')}", str(config.get("model_type"))}
-    kinds = _texts(config.get("architectures"))  # some architectures share a model_type
+    kinds = texts(config.get("architectures"))  # some architectures share a model_type
     found = [name for name, each in _KNOWN.items() if kinds & set(each.hf_types.split())]
     found = found or [name for name, each in _KNOWN.items() if wanted & set(each.hf_types.split())]
     if found == ["bert"] and config.get("position_embedding_type") == "rotary":  # Jina ColBERT v2
@@ -282,7 +282,7 @@ def _architecture(config: Config, values: Mapping[str, Any]) -> str:
     found = [name for name in found if not _KNOWN[name].is_encoder] or found
     if found:  # of two architectures, the second has experts
         layers = config.get("layers_block_type") or config.get("hybrid_override_pattern")
-        return found[-1 if {"moe", "E"} & _texts(layers) else 0]
+        return found[-1 if {"moe", "E"} & texts(layers) else 0]
     known = ", ".join(sorted({kind for each in _KNOWN.values() for kind in each.hf_types.split()}))
     raise UnsupportedArchitectureError(
         f"config.json has model_type = {quoted(values.get('model_type'))}, which localllm does not convert; it "
@@ -290,7 +290,7 @@ def _architecture(config: Config, values: Mapping[str, Any]) -> str:
     )
 
 
-def _texts(values: Any) -> set[str]:
+def texts(values: Any) -> set[str]:
     """Return the strings in a list, or the characters of a string."""
     return {each for each in values if isinstance(each, str)} if isinstance(values, list | str) else set()
 

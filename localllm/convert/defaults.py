@@ -30,7 +30,7 @@ ENCODER_TYPES: dict[str, str] = _TABLES["encoder_types"]
 
 #: Defaults of image processors by class, and classes by the model's ``model_type``.
 PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = _TABLES["processors"]
-PROCESSOR_TYPES: dict[str, str] = _TABLES["processor_types"]
+PROCESSOR_TYPES: dict[str, str] = _TABLES["processor_types"] | {"deepseek_vl_v2": "DeepseekOcr2ImageProcessor"}
 
 #: Types whose classes are not in transformers, or have other names there.
 LIKE: dict[str, str] = _TABLES["text_types"] | {

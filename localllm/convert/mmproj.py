@@ -15,6 +15,7 @@ from localllm.convert.checkpoint import (
     empty_row,
     placeholder,
     size_label,
+    texts,
 )
 from localllm.convert.config import COMMON_NAMES, TEXT_SECTIONS, Config
 from localllm.convert.defaults import DEFAULTS, ENCODER_TYPES, NAMES, PROCESSOR_DEFAULTS, PROCESSOR_TYPES
@@ -89,7 +90,7 @@ def _families(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[Projec
         if not isinstance(inner := values.get(section), dict):
             continue
         inner_type = inner.get("model_type")
-        names = f"{kind}/{inner_type}", kind
+        names = *sorted(texts(values.get("architectures"))), f"{kind}/{inner_type}", kind
         families = [
             family
             for name in names

@@ -263,10 +263,12 @@ class MediaEncoder:
                 frames.append((yield from encoder.model.rows_in_pieces(frame)))
             all_rows: list[NDArray[np.float32]] = []
             for some in _batches(frames):
-                rows = yield from self._run(encoder.stages[0], some, encoder.model.further)
-                for stage in encoder.stages[1:]:
-                    following = [encoder.model.following(row[:, 0], f) for row, f in zip(rows, some, strict=True)]
-                    rows = yield from self._run(stage, following)
+                rows: list[NDArray[np.float32]] = []
+                stages = [encoder.stages[some[0].stage], *encoder.stages[encoder.model.n_alternatives :]]
+                for stage in stages:
+                    for i, row in enumerate(rows):
+                        some[i] = yield from encoder.model.following_in_pieces(row[:, 0], some[i])
+                    rows = yield from self._run(stage, some, encoder.model.further if stage is stages[-1] else ())
                 all_rows += rows
             for item in items:
                 mine, all_rows = all_rows[: len(item.frames)], all_rows[len(item.frames) :]
@@ -379,10 +381,14 @@ def _until_done(work: Callable[[], _T], *, is_daemon: bool) -> Generator[None, N
 
 
 def _batches(frames: Sequence[FrameRows]) -> Iterator[list[FrameRows]]:
-    """Yield batches of frames with at most `STEP_PATCHES` patches; a larger frame is a batch alone."""
+    """Yield batches of frames with the same first stage and at most `STEP_PATCHES` patches.
+
+    A larger frame is a batch alone.
+    """
     some: list[FrameRows] = []
     for frame in frames:
-        if some and sum(f.axes.shape[1] for f in some) + frame.axes.shape[1] > STEP_PATCHES:
+        n_patches = sum(f.axes.shape[1] for f in (*some, frame))
+        if some and (n_patches > STEP_PATCHES or frame.stage != some[0].stage):
             yield some
             some = []
         some.append(frame)

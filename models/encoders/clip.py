@@ -91,12 +91,7 @@ class Llava(VisionModel):
         while self.n_layers and f"v.blk.{self.n_layers - 1}.ln1.weight" not in self.weights:
             self.n_layers -= 1
         self.aspect_ratio = self.meta.read("vision.image_aspect_ratio", str, "pad")
-        sides = self.meta.find("vision.image_grid_pinpoints") or ()
-        if not isinstance(sides, list | tuple) or any(not isinstance(x, int) or not 0 < x < 1 << 16 for x in sides):
-            raise ModelError("clip.vision.image_grid_pinpoints must be pairs of sizes: the file is broken")
-        in_tiles = [side // self.image_size for side in sides]
-        self.grids = [grid for grid in zip(in_tiles[::2], in_tiles[1::2], strict=False) if all(grid)]
-        self.check_tiles(1 + max((rows * columns for rows, columns in self.grids), default=0), self.image_size)
+        self.grids = self.read_grids()
         self.meta.skip(
             "has_text_encoder", "has_llava_projector", "vision.feature_layer", "vision.mm_patch_merge_type",
             "vision.image_crop_resolution", "vision.image_split_resolution", "vision.mm_projector_type",
@@ -104,6 +99,16 @@ class Llava(VisionModel):
         self.newline = None
         if "model.image_newline" in self.weights:
             self.newline = floats(self.weights.require("model.image_newline", self.width))
+
+    def read_grids(self) -> list[tuple[int, int]]:
+        """Return the rows and columns of the grids of tiles."""
+        sides = self.meta.find("vision.image_grid_pinpoints") or ()
+        if not isinstance(sides, list | tuple) or any(not isinstance(x, int) or not 0 < x < 1 << 16 for x in sides):
+            raise ModelError("clip.vision.image_grid_pinpoints must be pairs of sizes: the file is broken")
+        in_tiles = [side // self.image_size for side in sides]
+        grids = [grid for grid in zip(in_tiles[::2], in_tiles[1::2], strict=False) if all(grid)]
+        self.check_tiles(1 + max((rows * columns for rows, columns in grids), default=0), self.image_size)
+        return grids
 
     def record(self) -> None:
         n = (self.image_size // self.patch_size) ** 2 + 1
@@ -115,8 +120,13 @@ class Llava(VisionModel):
             x = self.vector_norm(x, "v.post_ln", self.eps)
         self.two_linears(self.joined(x), "mm.0", "mm.2")
 
+    @property
+    def side(self) -> int:
+        """Number of tokens in a row of the complete image or of a tile."""
+        return self.image_size // self.patch_size
+
     def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
-        side = self.image_size // self.patch_size
+        side = self.side
         if self.newline is None:
             frame = self._padded(image) if self.aspect_ratio == "pad" else self._cropped(image)
             return Prepared((frame,), (side * side,), (side, side))
@@ -153,7 +163,7 @@ class Llava(VisionModel):
 
     def _spread(self, image: Any, rows: int, columns: int) -> Spread:
         """Return the layout of an image as a grid of tiles, without pixels."""
-        side = self.image_size // self.patch_size
+        side = self.side
         tall, wide = rows * side, columns * side
         if image.width / image.height > wide / tall:
             shown = int(round(image.height * (wide / image.width), 7))
@@ -183,11 +193,11 @@ class Llava(VisionModel):
         """Return the rows of the complete image, then the rows of the grid line by line, each with an end row."""
         if self.newline is None:
             return rows
-        n, end = self.position_table.shape[0] - 1, self.newline.reshape(1, 1, -1)
+        n, end = self.side**2, np.tile(self.newline, rows.shape[1]).reshape(1, 1, -1)
         if not isinstance(prepared, Spread):
-            return np.concatenate([rows, end])
-        side, (tall, wide) = self.image_size // self.patch_size, prepared.tiles
+            return np.concatenate([rows, end.reshape(1, *rows.shape[1:])])
+        side, (tall, wide) = self.side, prepared.tiles
         grid = rows[n:].reshape(tall, wide, side, side, -1).swapaxes(1, 2).reshape(tall * side, wide * side, -1)
         grid = grid[prepared.shown]
         lines = np.concatenate([grid, np.broadcast_to(end, (len(grid), 1, grid.shape[2]))], axis=1)
-        return np.concatenate([rows[:n], lines.reshape(-1, 1, lines.shape[2])])
+        return np.concatenate([rows[:n], lines.reshape(-1, *rows.shape[1:])])

@@ -33,6 +33,7 @@ Pixels = NDArray[np.float32]
 #: Minimum and maximum of each integer ``clip.{section}.{key}``, in all families.
 BOUNDS: dict[str, tuple[int, int]] = {
     "attention.head_count": (0, 1024),
+    "attention.head_count_kv": (0, 1024),
     "block_count": (0, 512),
     "embedding_length": (1, 1 << 16),
     "feed_forward_length": (0, 1 << 18),
@@ -46,9 +47,15 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "preproc_max_tiles": (1, 256),
     "preproc_min_tiles": (1, 256),
     "projection_dim": (0, 1 << 16),  # 0 if only the projector's tensors contain the width
+    "projector.query_side": (1, 256),
     "projector.scale_factor": (1, 16),
     "projector.stack_factor": (1, 64),
+    "projector.window_side": (1, 256),
+    "sam.block_count": (1, 512),
+    "sam.embedding_length": (1, 1 << 16),
+    "sam.head_count": (1, 1024),
     "spatial_merge_size": (1, 16),
+    "window_size": (1, 256),
 }
 #: Minimum and maximum of the colours' means, and of their standard deviations.
 _MEANS, _DEVIATIONS = (-1e3, 1e3), (1e-3, 1e3)
@@ -78,6 +85,7 @@ class FrameRows:
     axes: NDArray[np.int32]  # [3, T]: 0, row and column of each patch
     outputs: NDArray[np.int32]  # [N], the first row of each output
     spans: NDArray[np.int32]  # [2, T]: first and end row of each patch's window; [2, 0] without windows
+    stage: int = 0  # number of the frame's first stage, of `EncoderModel.n_alternatives`
 
 
 @dataclass(frozen=True)
@@ -125,11 +133,17 @@ class EncoderModel:
         v = self.number
         self.n_embd, self.n_ff, self.n_layers = v("embedding_length"), v("feed_forward_length"), v("block_count")
         self.n_heads, self.width = v("attention.head_count"), v("projection_dim")
+        self.n_kv = v("attention.head_count_kv", self.n_heads)
         self.eps = meta.read(f"{self.section}.attention.layer_norm_epsilon", float, low=0.0, high=1.0)
         if self.n_layers and (self.n_heads < 1 or self.n_embd % self.n_heads):
             raise ModelError(
                 f"clip.{self.section}.embedding_length is {self.n_embd}, which is not a multiple of "
                 f"clip.{self.section}.attention.head_count, {self.n_heads}: the file is broken"
+            )
+        if self.n_layers and (self.n_kv < 1 or self.n_heads % self.n_kv):
+            raise ModelError(
+                f"clip.{self.section}.attention.head_count is {self.n_heads}, which is not a multiple of "
+                f"clip.{self.section}.attention.head_count_kv, {self.n_kv}: the file is broken"
             )
         self.head_dim = self.n_embd // max(self.n_heads, 1)
         #: Tensors with additional rows for each token, which layers of the text model add.
@@ -137,7 +151,7 @@ class EncoderModel:
         self.read()
         self.graph = Graph(rounds_floats=True)
         self.record()
-        self.graph.watched.update(self.further)
+        (self.graph if self.behind is None else self.behind.graph).watched.update(self.further)
 
     def number(self, key: str, default: Any = None) -> int:
         """Return the integer ``clip.{section}.{key}``. Raises ModelError if it is outside its `BOUNDS`."""
@@ -182,6 +196,11 @@ class EncoderModel:
         """
         raise NotImplementedError
 
+    @property
+    def n_alternatives(self) -> int:
+        """Number of first stages. A frame goes through one first stage, and through all further stages."""
+        return 1
+
     def rows(self, frame: NDArray[Any]) -> FrameRows:
         """A prepared frame as the graph takes it."""
         raise NotImplementedError
@@ -196,6 +215,11 @@ class EncoderModel:
         n = 1 if self.behind is None else self.behind.n_joined
         axes, spans = np.zeros((3, len(rows)), np.int32), np.zeros((2, 0), np.int32)
         return FrameRows(rows, axes, np.arange(0, len(rows), n, dtype=np.int32), spans)
+
+    def following_in_pieces(self, rows: Pixels, frame: FrameRows) -> Generator[None, None, FrameRows]:
+        """Return the same result as `following`, but yield after each piece if the computation is long."""
+        yield from ()
+        return self.following(rows, frame)
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
         """Return the rows of an image in the order of its tokens, from the rows of its frames.
@@ -230,7 +254,7 @@ class EncoderModel:
         return x
 
     def cache(self) -> KVCache:
-        return self.graph.kv_cache(self.n_heads, self.head_dim)
+        return self.graph.kv_cache(self.n_kv, self.head_dim)
 
     def behind_layer(self, number: int, x: Tensor) -> None:
         """Record blocks between layers. Called with each layer's number and output."""
@@ -265,8 +289,7 @@ class EncoderModel:
     def attention(
         self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None, *, residual: Tensor | None
     ) -> Tensor:
-        heads = Heads(self.n_heads, self.n_heads, self.head_dim, self.head_dim)
-        q, k, v, _ = query_key_value(at, x, heads)
+        q, k, v = self.query_key_value(at, x)
         q_norm = k_norm = None
         if at.weights.shape("attn_q_norm.weight") == (self.n_embd,):
             q, k = norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k)
@@ -278,6 +301,10 @@ class EncoderModel:
         is_windowed = self.graph.layer in self.windowed
         y = at.add(ops.Attention(q, cache, self.head_dim**-0.5, causal=False, has_spans=is_windowed))
         return self.project(at, y, "attn_out", "ls1", residual)
+
+    def query_key_value(self, at: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = Heads(self.n_heads, self.n_kv, self.head_dim, self.head_dim)
+        return query_key_value(at, x, heads)[:3]
 
     def joined(self, x: Tensor) -> Tensor:
         """Concatenate the patches of each output row."""
@@ -305,12 +332,15 @@ class VisionModel(EncoderModel):
     position_table: Any = None
     #: Rows before the patches, such as the row of a class token.
     n_before: ClassVar[int] = 0
+    #: Whether the size of images in the file is used.
+    has_size: ClassVar[bool] = True
     #: Whether the key for the tanh form of GELU means exact GELU.
     exact_gelu: ClassVar[bool] = False
 
     def __init__(self, meta: ModelMetadata, weights: Weights) -> None:
         self.meta = meta
-        self.image_size, self.patch_size = self.number("image_size"), self.number("patch_size")
+        self.image_size = self.number("image_size") if self.has_size else 0
+        self.patch_size = self.number("patch_size")
         self.mean = self._colours("vision.image_mean", *_MEANS)
         self.std = self._colours("vision.image_std", *_DEVIATIONS)
         self.activation = _activation(meta)

@@ -6,19 +6,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localllm.errors import ModelError
 from localllm.kernels import operations as ops
-from localllm.kernels.graph import HeadNorm, KVCache, Matrix, Rope, Rows, Tensor, Weight, WeightView
+from localllm.kernels.graph import HeadNorm, KVCache, Matrix, Rope, Rows, Tensor
 from localllm.models.blocks import Layer, add, norm
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import resized
-from localllm.models.encoders.views import Diagonal, ProductOf
+from localllm.models.encoders.views import Diagonal, HeadsReordered, ProductOf
 from localllm.models.hf_convert import GELU_TANH, Array
 from localllm.models.weights import floats
 
@@ -80,26 +78,6 @@ def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[
         by_colour = np.moveaxis(array.reshape(*array.shape[:-1], size, size, 3), -1, -3)
         return by_colour.reshape(array.shape) if is_unified else by_colour
     return array
-
-
-@dataclass(frozen=True, eq=False)
-class QuartersSwapped(WeightView):
-    """Rows or values of heads with the second and third quarters swapped.
-
-    Then a rotation of complete heads is equivalent to the model's separate rotation of both halves.
-    """
-
-    n_heads: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.whole.shape
-
-    @property
-    def data(self) -> NDArray[np.uint8]:
-        data = self.whole.data
-        quarters = data.reshape(self.n_heads, 4, self.shape[0] // self.n_heads // 4, -1)
-        return quarters[:, [0, 2, 1, 3]].reshape(data.shape)
 
 
 def clamped(at: Layer, x: Tensor, name: str, matrix: Matrix) -> Tensor:
@@ -168,18 +146,17 @@ class Gemma4(VisionModel):
         return added.reshape(rows * columns, -1)
 
     def layer(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
-        y, n = norm(at, "ln1", x), self.n_heads
-
-        def turned(weight: Weight, n: int = 1) -> Weight:
-            return QuartersSwapped(weight, n)
+        y = norm(at, "ln1", x)
+        # Swap the second and third quarters of heads.
+        order = np.arange(self.head_dim).reshape(4, -1)[[0, 2, 1, 3]].ravel()
 
         q, k = (
-            clamped(at, y, name, Matrix(turned(at.weights.matrix(name, y.width, y.width).weight, n)))
+            clamped(at, y, name, Matrix(HeadsReordered(at.weights.matrix(name, y.width, y.width).weight, order)))
             for name in ("attn_q", "attn_k")
         )
         v = clamped_linear(at, y, "attn_v", y.width)
         q_norm, k_norm = (
-            HeadNorm(self.eps, turned(at.weights.vector(name, self.head_dim)))
+            HeadNorm(self.eps, HeadsReordered(at.weights.vector(name, self.head_dim), order))
             for name in ("attn_q_norm", "attn_k_norm")
         )
         q = at.add(ops.RopeAppend(q, k, v, cache, rope, q_norm, k_norm, HeadNorm(self.eps)))

@@ -207,9 +207,11 @@ def smart_resize(height: int, width: int, factor: int, low: int, high: int) -> t
 
 
 def interpolated(
-    table: NDArray[np.float32], rows: int, columns: int, *, has_antialiasing: bool = True
+    table: NDArray[np.float32], rows: int, columns: int, *, has_antialiasing: bool = True, repeats_edges: bool = True
 ) -> NDArray[np.float32]:
     """Interpolate a square table of positions [n * n, d] to another grid, with antialiasing for smaller grids.
+
+    Outside the table are its edges, or zeros unless ``repeats_edges``.
 
     Source: SigLIP 2's ``resize_positional_embeddings``, which uses torch's bilinear interpolation.
     """
@@ -220,27 +222,39 @@ def interpolated(
         centre = (np.arange(size, dtype=np.float32) + 0.5) * scale - 0.5
         away = np.abs(np.arange(n, dtype=np.float32) - centre[:, None])
         weights = np.maximum(1 - away / (max(scale, 1) if has_antialiasing else 1), 0).astype(np.float32)
-        weights /= weights.sum(-1, keepdims=True)
+        if repeats_edges:
+            weights /= weights.sum(-1, keepdims=True)
         square = np.moveaxis(np.tensordot(weights, square, (1, axis)), 0, axis)
     return square.reshape(rows * columns, -1)
 
 
-def bicubic(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
-    """Interpolate a square table of positions [n * n, d] to another grid with cubics and repeated edges.
+def bicubic(
+    table: NDArray[np.float32], rows: int, columns: int, *, has_antialiasing: bool = False
+) -> NDArray[np.float32]:
+    """Interpolate a square table of positions [n * n, d] to another grid with cubics.
 
-    Source: GLM-4V's ``Glm4vVisionEmbeddings``, which uses torch's ``grid_sample``.
+    With ``has_antialiasing``, a smaller grid is a weighted mean. Without, edges are repeated.
+
+    Sources: GLM-4V's ``Glm4vVisionEmbeddings``, which uses torch's ``grid_sample``; torch's ``interpolate`` with
+    antialiasing.
     """
-    n, a = int(len(table) ** 0.5), -0.75
+    n, a = int(len(table) ** 0.5), -0.5 if has_antialiasing else -0.75
     square = table.reshape(n, n, -1)
+
+    def cubic(away: NDArray[np.float64]) -> NDArray[np.float64]:
+        near = ((a + 2) * away - (a + 3)) * away**2 + 1
+        far = ((away - 5) * away + 8) * a * away - 4 * a
+        return np.where(away <= 1, near, np.where(away < 2, far, 0))
+
     for axis, size in enumerate((rows, columns)):
         places = (np.arange(size) + 0.5) * n / size - 0.5
         weights = np.zeros((size, n), np.float32)
-        for tap in range(-1, 3):
+        if has_antialiasing:
+            weights += cubic(np.abs(np.arange(n) - places[:, None]) / max(n / size, 1))
+            weights /= weights.sum(-1, keepdims=True)
+        for tap in () if has_antialiasing else range(-1, 3):
             at = np.floor(places) + tap
-            away = np.abs(places - at)
-            near = ((a + 2) * away - (a + 3)) * away**2 + 1
-            far = ((away - 5) * away + 8) * a * away - 4 * a
-            np.add.at(weights, (np.arange(size), at.clip(0, n - 1).astype(int)), np.where(away <= 1, near, far))
+            np.add.at(weights, (np.arange(size), at.clip(0, n - 1).astype(int)), cubic(np.abs(places - at)))
         square = np.moveaxis(np.tensordot(weights, square, (1, axis)), 0, axis)
     return square.reshape(rows * columns, -1)
 

@@ -7,9 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from localllm.models.encoders.encoder import EncoderCheckpoint, Prepared, VisionModel, require_same
+from localllm.models.encoders.encoder import (
+    EncoderCheckpoint,
+    Prepared,
+    VisionModel,
+    require,
+    require_same,
+    split_qkv,
+)
 from localllm.models.encoders.images import nearest_grid, resized, tiles
-from localllm.models.hf_convert import GELU, Array
+from localllm.models.hf_convert import GELU, Array, implied
 from localllm.models.weights import floats
 
 HF_NAMES = {
@@ -17,9 +24,17 @@ HF_NAMES = {
     "vision_tower.embeddings.position_embeddings": "v.position_embd.weight",
     "vision_tower.embeddings.patch_embeddings.projection": "v.patch_embd",
     "vision_tower.layernorm": "v.post_ln",
+    "embeddings.class_embedding": "v.class_embd",
+    "embeddings.position_embedding": "v.position_embd.weight",
+    "embeddings.patch_embedding": "v.patch_embd",
+    "mlp1.0": "mm.model.mlp.0",
+    "mlp1.1": "mm.model.mlp.1",
+    "mlp1.3": "mm.model.mlp.3",
     "multi_modal_projector.layer_norm": "mm.model.mlp.0",
     "multi_modal_projector.linear_1": "mm.model.mlp.1",
     "multi_modal_projector.linear_2": "mm.model.mlp.3",
+    "*.ls1": "v.blk.*.ls1.weight",
+    "*.ls2": "v.blk.*.ls2.weight",
     "*.lambda_1": "v.blk.*.ls1.weight",
     "*.lambda_2": "v.blk.*.ls2.weight",
 }
@@ -28,7 +43,14 @@ HF_MEANT = {
     "vision_feature_layer": (-1,),
     "vision_feature_select_strategy": ("default",),
     "crop_to_patches": (),  # the processor of the text and its images sets it
-}
+    # of checkpoints with the code of OpenGVLab
+    "do_center_crop": (),
+    "dynamic_image_size": (True,),
+    "pad2square": (False,),
+    "ps_version": ("v2",),
+    "select_layer": (-1,),
+    "use_thumbnail": (True,),
+} | implied("qkv_bias system_message template use_backbone_lora use_llm_lora")
 
 
 def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
@@ -37,8 +59,13 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     def first(value: Any) -> Any:
         return value[0] if isinstance(value, list | tuple) else value
 
-    side = first(vision["image_size"])
-    require_same(c, size={"height": side, "width": side})
+    side, limits = first(vision["image_size"]), (c.processor.get("min_patches"), c.processor.get("max_patches"))
+    if c.values["model_type"] == "internvl_chat":
+        require_same(c, size=side, crop_size=side)
+        require(c, "force_image_size", c.values.get("force_image_size") or side, (side,))
+        limits = c.values.get("min_dynamic_patch"), c.values.get("max_dynamic_patch")
+    else:
+        require_same(c, size={"height": side, "width": side})
     return {
         "projector_type": "internvl",
         "use_gelu": True,
@@ -46,16 +73,20 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
         "vision.projector.scale_factor": int(1 / c.values.get("downsample_ratio", 0.5)),
         "vision.image_size": side,
         "vision.patch_size": first(vision["patch_size"]),
-        "vision.preproc_min_tiles": c.processor.get("min_patches"),
-        "vision.preproc_max_tiles": c.processor.get("max_patches"),
+        "vision.preproc_min_tiles": limits[0],
+        "vision.preproc_max_tiles": limits[1],
     }
 
 
 def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if name.endswith("mask_token"):
         return {}
-    if name.endswith(("cls_token", "position_embeddings")):
-        return array.reshape(array.shape[-2:] if name.endswith("embeddings") else -1)
+    if ".attn.qkv." in name:
+        return split_qkv(name, array, f"v.blk.{name.split('.')[-4]}.")
+    if name.endswith(("cls_token", "class_embedding")):
+        return array.reshape(-1)
+    if name.endswith(("position_embeddings", "position_embedding")):
+        return array.reshape(array.shape[-2:])
     return array
 
 

@@ -49,7 +49,11 @@ HF_NAMES = {
     "visual.merger.down_proj": "mm.down",
 }
 #: Activations by the prefix of ``model_type``.
-_ACTIVATIONS = {"qwen2_vl": ("quick_gelu",), "qwen2_5": SILU, "glm": SILU, "qwen3": GELU_TANH, "qwen4": GELU_TANH}
+_ACTIVATIONS = {
+    **dict.fromkeys(("exaone4_5", "qwen2_5", "glm"), SILU),
+    **dict.fromkeys(("qwen3", "qwen4"), GELU_TANH),
+    "qwen2_vl": ("quick_gelu",),
+}
 
 
 #: Side of a window in Qwen 2.5-VL, in pixels.
@@ -75,7 +79,7 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
         "vision.is_deepstack_layers": None if is_2 else [i in tapped for i in range(n_layers)],
         "vision.image_size": vision.get("image_size", 560),
     } | pixel_limits(c)
-    if c.values["model_type"].startswith("glm"):
+    if kind.startswith("glm"):
         # The processor counts the pixels of an image twice, like two frames of a video.
         keys |= pixel_limits(c, n_frames=2)
         return keys | {
@@ -86,8 +90,12 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
             "vision.is_deepstack_layers": None,
             "vision.image_size": vision["image_size"],
         }
-    if c.values["model_type"] == "qwen2_5_vl":
+    if kind == "qwen2_5_vl":
         return keys | _keys_of_windows(c)
+    if kind == "exaone4_5":
+        more = {"projector_type": "exaone4_5", "vision.window_size": WINDOW_PIXELS}
+        more["vision.attention.head_count_kv"] = vision["num_key_value_heads"]
+        return keys | _keys_of_windows(c) | more
     if is_2:
         return keys | {
             "vision.embedding_length": vision["embed_dim"],
@@ -210,6 +218,17 @@ class Qwen25VL(Qwen2VL):
 
     def merger_norm(self, x: Tensor) -> Tensor:
         return norm(self.at(), "v.post_ln", x)
+
+
+class Exaone45(Qwen25VL):
+    """EXAONE 4.5: several heads of queries share a head of keys and values. The text model's positions are plain."""
+
+    around = "<vision>", "</vision>"
+    has_grid = False
+
+    def read(self) -> None:
+        super().read()
+        self.meta.skip("vision.window_size")
 
 
 class Qwen3VL(QwenVision):

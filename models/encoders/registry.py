@@ -22,7 +22,8 @@ class Projector:
     name: str
     models: str
     texts: str  # architectures of the text models for its rows, separated by spaces
-    hf_types: str  # ``model_type`` in config.json and, after "/", of the encoder's section, separated by spaces
+    # ``model_type`` in config.json and, after "/", of the encoder's section, or classes, separated by spaces.
+    hf_types: str
     kind: str = "image"  # or "audio"
     #: A token whose embedding llama.cpp reads from the encoder's file, and the name of its tensor in the file.
     row: tuple[str, str] | None = None
@@ -43,22 +44,42 @@ class Projector:
 
 
 PROJECTORS: dict[str, Projector] = {
+    "deepseekocr": Projector(
+        "deepseek_ocr",
+        "DeepSeekOCR",
+        "DeepSeek-OCR, Unlimited-OCR",
+        "deepseek2-ocr",
+        "unlimited_ocr DeepseekOCRForCausalLM UnlimitedOCRForCausalLM",
+    ),
+    "deepseekocr2": Projector(
+        "deepseek_ocr", "DeepSeekOCR2", "DeepSeek-OCR 2", "deepseek2-ocr", "deepseek_ocr2 DeepseekOCR2ForCausalLM"
+    ),
+    "dots_ocr": Projector("dots_ocr", "DotsOCR", "dots.ocr", "qwen2", "dots_ocr"),
+    "exaone4_5": Projector("qwen", "Exaone45", "EXAONE 4.5", "exaone4", "exaone4_5"),
     "gemma3": Projector("siglip", "Gemma3", "Gemma 3", "gemma3", "gemma3"),
     "gemma4v": Projector("gemma4", "Gemma4", "Gemma 4", "gemma4", "gemma4"),
     "gemma4uv": Projector("gemma4", "Gemma4Unified", "Gemma 4 12B", "gemma4", "gemma4_unified"),
     "glm4v": Projector(
         "qwen", "Glm4V", "GLM-4.1V to 4.6V, GLM-OCR", "glm4 glm4moe", "glm4v glm4v_moe glm46v glm_ocr"
     ),
+    "granite4_vision": Projector("granite", "Granite4Vision", "Granite 4 Vision", "granite", "granite4_vision"),
     "hunyuanvl": Projector("hunyuan", "HunyuanVL", "HunyuanOCR, HunyuanVL", "hunyuan_vl", "hunyuan_vl"),
     "idefics3": Projector("siglip", "Idefics3", "Idefics 3, SmolVLM", "llama", "idefics3 smolvlm"),
     "internvl": Projector(
-        "internvl", "InternVL", "InternVL 2.5 to 3.5", "internlm2 llama qwen2 qwen3 qwen3moe gpt-oss", "internvl"
+        "internvl",
+        "InternVL",
+        "InternVL 2.5 to 3.5",
+        "internlm2 llama qwen2 qwen3 qwen3moe gpt-oss",
+        "internvl internvl_chat",
     ),
     "kimik25": Projector("kimi", "Kimi", "Kimi K2.5 and K2.6", "deepseek2", "kimi_k25"),
+    "kimivl": Projector("kimi", "KimiVL", "Kimi-VL", "deepseek2", "kimi_vl"),
     "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
     "llama4": Projector("llama4", "Llama4", "Llama 4", "llama4", "llama4"),
     "minicpmv4_6": Projector("minicpm", "MiniCPMV", "MiniCPM-V 4.6", "qwen35", "minicpmv4_6"),
+    "minimax_m3": Projector("minimax", "MiniMaxM3", "MiniMax-M3", "minimax-m3", "minimax_m3_vl"),
     "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6", "llama qwen2", "llava llava_next"),
+    "muse-glimmer": Projector("muse_glimmer", "MuseGlimmer", "Muse Glimmer", "muse-glimmer", "muse_glimmer"),
     "paddleocr": Projector("paddleocr", "PaddleOCR", "PaddleOCR-VL", "paddleocr", "paddleocr_vl"),
     "pixtral": Projector(
         "pixtral",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.graph import Weight
+from localllm.kernels.graph import Weight, WeightView
 from localllm.models.weights import FloatView, floats
 
 
@@ -41,6 +41,26 @@ class ColumnsByPart(FloatView):
     def values(self) -> NDArray[np.float32]:
         values = floats(self.whole)
         return values.reshape(len(values), -1, self.n).swapaxes(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadsReordered(WeightView):
+    """Rows or values of heads, reordered in the same way within each head.
+
+    Then a rotation of complete heads is equivalent to separate rotations of their parts.
+    """
+
+    order: NDArray[np.int64]  # [head_dim]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        data = self.whole.data
+        heads = data.reshape(self.shape[0] // len(self.order), len(self.order), -1)
+        return heads[:, self.order].reshape(data.shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     with localllm.load(folder / "model.gguf", device="cpu", context=1024, threads=2) as llm:
         encoder = llm._encoder
         assert encoder is not None
-        is_fixed = encoder.model.image_size <= 112 and not encoder.model.has_grid
+        is_fixed = 0 < encoder.model.image_size <= 112 and not encoder.model.has_grid
         side = encoder.model.image_size if is_fixed else 128
         image = picture(side, side)
         for _ in range(3):  # until the image has the encoder's size
@@ -69,6 +69,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
             if prepared.frames[0].shape == np.asarray(image).shape:
                 break
             image = picture(*prepared.frames[0].shape[:2])
+        prepared = encoder.prepare(image)
         (ours,) = encoded(encoder, [prepared])
         flat = np.asarray(ours).reshape(len(ours), -1)
         theirs = features(model, name, image)[1]

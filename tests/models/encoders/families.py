@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.helpers.checkpoints import parsed, write_tokenizer
 Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-minicpmv = import_module("tests.models.encoders.minicpmv")
+minicpmv, released = (import_module(f"tests.models.encoders.{name}") for name in ("minicpmv", "released"))
 
 #: Height and width of odd images: larger than a tile, elongated, and one pixel.
 SIZES = ((75, 130), (211, 64), (1, 1))
@@ -32,11 +33,13 @@ class Family:
     """A tiny model.
 
     Attributes:
-        model, config: names of a class of transformers or `minicpmv` and of its configuration, and the settings.
+        model, config: names of a class of transformers, `minicpmv` or `released`, and of its configuration, and the
+            settings.
         processor: module and name of the class that preprocesses images, and its arguments.
         seen: key in the processor's result of pixels [frames of [3, height, width]] or patches.
         arguments: keys in that result of the arguments of the model's ``get_image_features``.
         sizes: sizes of the images.
+        release: changes the saved folder to a published checkpoint of a model that transformers lacks.
     """
 
     model: str
@@ -46,6 +49,7 @@ class Family:
     options: dict[str, Any]
     arguments: tuple[str, ...] = ("pixel_values",)
     sizes: tuple[tuple[int, int], ...] = SIZES
+    release: Callable[[Path], None] | None = None
 
 
 TEXT = parsed("hidden_size=48 intermediate_size=64 num_hidden_layers=1 num_attention_heads=4 vocab_size=300")
@@ -94,7 +98,14 @@ CLIP = siglip("clip_vision_model", image_size=56, patch_size=14, num_hidden_laye
 SQUARE = {"size": {"height": 56, "width": 56}}
 CROPPED = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 GRIDS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+WIDE_GRIDS = [[112, 224], [224, 112], [112, 336]]
 QWEN_2_PROCESSOR, ON_GRID = "qwen2_vl Qwen2VL", "pixel_values image_grid_thw"
+
+
+SAM = parsed("hidden_size=32 num_hidden_layers=3 num_attention_heads=2 output_channels=16 mlp_dim=48 window_size=3")
+SAM |= {"image_size": 128, "patch_size": 16, "global_attn_indexes": [1], "downsample_channels": [16, 32]}
+DEEPSEEK_OCR = TEXT | {"num_key_value_heads": 4, "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]}
+DEEPSEEK_OCR |= {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 32, "num_hidden_layers": 2}
 
 
 def edges(shortest: int, longest: int) -> dict[str, Any]:
@@ -102,6 +113,45 @@ def edges(shortest: int, longest: int) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Family] = {
+    "deepseekocr": family(
+        "UnlimitedOcr",
+        DEEPSEEK_OCR | {"sliding_window": 1024},
+        {
+            "sam_config": SAM,
+            "encoder_config": parsed("hidden_size=32 intermediate_size=48 num_hidden_layers=2 num_attention_heads=2")
+            | {"image_size": 28, "patch_size": 14},
+        },
+        "torch unlimited_ocr UnlimitedOcr",
+        {"size": {"height": 128, "width": 128}, "tile_size": 64, "max_patches": 6},
+        "pixel_values pixel_values_local num_local_patches patches_grid",
+    ),
+    "deepseekocr2": family(
+        "DeepseekOcr2",
+        DEEPSEEK_OCR,
+        {
+            "sam_config": SAM,
+            "encoder_config": parsed("hidden_size=32 intermediate_size=48 num_hidden_layers=2 num_attention_heads=4")
+            | {
+                "num_key_value_heads": 2,
+                "vocab_size": 8,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+        "deepseek_ocr2 DeepseekOcr2",
+        {"size": {"height": 128, "width": 128}, "tile_size": 64, "max_patches": 2},
+        "pixel_values pixel_values_local num_local_patches",
+    ),
+    "dots_ocr": Family(
+        "DotsOCR",
+        "DotsOCRConfig",
+        {
+            "text_config": TEXT | {"hidden_size": 48, "tie_word_embeddings": False},
+            "vision_config": SIGLIP,
+        },
+        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+        edges(3136, 16 * 28 * 28),
+        ("pixel_values", "image_grid_thw"),
+    ),
     "gemma3": family(
         "Gemma3",
         TEXT | {"query_pre_attn_scalar": 12, "sliding_window": 3},
@@ -123,6 +173,30 @@ FAMILIES: dict[str, Family] = {
         audio_config=None,
     ),
     "glm4v": family("Glm4v", TEXT | GLM_MROPE, GLM_VISION, "glm4v Glm4v", edges(12544, 32 * 28 * 28), ON_GRID),
+    "granite4_vision": Family(
+        "Granite4VisionForConditionalGeneration",
+        "Granite4VisionConfig",
+        {
+            "text_config": TEXT
+            | parsed(
+                "model_type=granite4_vision_text num_hidden_layers=6 embedding_multiplier=3.0 logits_scaling=2.0"
+            ),
+            "vision_config": siglip("siglip_vision_model", hidden_size=128, image_size=112, patch_size=14)
+            | {"num_attention_heads": 2, "vision_use_head": False, "num_hidden_layers": 3},
+            "qformer_config": parsed("model_type=blip_2_qformer num_hidden_layers=1 cross_attention_frequency=1")
+            | {"intermediate_size": 80},
+            "downsample_rate": "2/4",
+            "deepstack_layer_map": [[-2, 3], [-1, 0]],
+            "spatial_target_layers": [1, 2, 4, 5],
+            "spatial_vision_layer": -1,
+            "image_grid_pinpoints": WIDE_GRIDS,
+            "vision_feature_select_strategy": "full",
+        },
+        ("llava_next.image_processing_pil_llava_next", "LlavaNextImageProcessorPil"),
+        {"size": {"height": 112, "width": 112}, "crop_size": {"height": 112, "width": 112}}
+        | {"image_grid_pinpoints": WIDE_GRIDS},
+        ("pixel_values", "image_sizes"),
+    ),
     "hunyuanvl": family(
         "HunYuanVL",
         TEXT
@@ -207,6 +281,30 @@ FAMILIES: dict[str, Family] = {
         "pixel_values target_sizes",
         insert_layer_id=1,
     ),
+    "muse-glimmer": family(
+        "MuseGlimmer",
+        TEXT,
+        SIGLIP | parsed("num_hidden_layers=5 patch_size=14 pos_emb_height=4 pos_emb_width=4"),
+        "torch muse_glimmer MuseGlimmer",
+        {"max_image_tokens": 30},
+        ON_GRID,
+        out_hidden_size=288,
+        projector_hidden_size=40,
+    ),
+    "minimax_m3": Family(
+        "MiniMaxM3SparseForConditionalGeneration",
+        "MiniMaxM3VLConfig",
+        {
+            "text_config": TEXT
+            | {"num_experts_per_tok": 2, "num_local_experts": 4, "rotary_dim": 12, "dense_intermediate_size": 64}
+            | {"shared_intermediate_size": 64, "index_n_heads": 2},
+            "vision_config": SIGLIP | {"image_size": 56, "patch_size": 14},
+            "projector_hidden_size": 40,
+        },
+        ("minimax_m3_vl.image_processing_minimax_m3_vl", "MiniMaxM3VLImageProcessor"),
+        edges(3136, 16 * 28 * 28),
+        ("pixel_values", "image_grid_thw"),
+    ),
     "mlp": family("Llava", LLAMA, CLIP, "llava Llava", CROPPED, image_seq_length=16),
     "mlp 1.6": family(
         "LlavaNext",
@@ -279,9 +377,19 @@ def like(name: str, settings: dict[str, Any], **changes: Any) -> Family:
     return replace(FAMILIES[name], settings=FAMILIES[name].settings | settings, **changes)
 
 
+EXAONE_VISION = FAMILIES["qwen2.5vl_merger"].settings["vision_config"]
 GLM_46V = ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil")
 INTERN_VISION = FAMILIES["internvl"].settings["vision_config"]
 FAMILIES |= {
+    "exaone4_5": like(
+        "qwen2.5vl_merger",
+        {
+            "text_config": TEXT | {"model_type": "exaone4"},
+            "vision_config": EXAONE_VISION | {"num_heads": 6, "num_key_value_heads": 2},
+        },
+        model="Exaone4_5_ForConditionalGeneration",
+        config="Exaone4_5_Config",
+    ),
     "gemma4uv": like(
         "gemma4v",
         {
@@ -305,6 +413,8 @@ FAMILIES |= {
     "internvl 6B": like(
         "internvl", {"vision_config": INTERN_VISION | {"norm_type": "rms_norm", "use_qk_norm": True}}
     ),
+    "internvl chat": like("internvl", {}, release=released.as_internvl_chat),
+    "kimivl": like("kimik25", {}, release=released.as_kimi_vl),
     "minicpmv4_6 4x": like(
         "minicpmv4_6", {"downsample_mode": "4x"}, options={"scale_resolution": 84, "downsample_mode": "4x"}
     ),
@@ -336,9 +446,10 @@ def picture(height: int, width: int) -> Any:
     return Image.fromarray((127 + 60 * waves + rng.integers(-60, 60, (height, width, 3))).astype(np.uint8))
 
 
-def padded(images: Any, padding: tuple[int, int, int, int], **_: Any) -> Any:
+def padded(images: Any, padding: tuple[int, int, int, int], fill: Any = (0, 0, 0), **_: Any) -> Any:
     left, top, right, bottom = padding
-    return torch.nn.functional.pad(images, (left, right, top, bottom))
+    colours = torch.tensor(fill, dtype=images.dtype)[:, None, None]
+    return torch.nn.functional.pad(images - colours, (left, right, top, bottom)) + colours
 
 
 def by_pillow(module: str, kind: str) -> Any:
@@ -439,7 +550,7 @@ def make(name: str, folder: Path) -> Any:
     """Return the model of a family, saved in a folder with its files, model.gguf and mmproj.gguf."""
     family = FAMILIES[name]
     torch.manual_seed(len(name))
-    library = minicpmv if hasattr(minicpmv, family.model) else transformers
+    library = next(each for each in (minicpmv, released, transformers) if hasattr(each, family.model))
     config = getattr(library, family.config)(**family.settings | {"image_token_id": 7})
     model = getattr(library, family.model)(config).eval().float()
     with torch.no_grad():
@@ -458,6 +569,8 @@ def make(name: str, folder: Path) -> Any:
         transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
     model.save_pretrained(folder)
     processor_of(name).save_pretrained(folder)
+    if family.release is not None:
+        family.release(folder)
     write_tokenizer(folder, 300)
     for checkpoint, file in ((Checkpoint(folder), "model.gguf"), (MmprojCheckpoint(folder), "mmproj.gguf")):
         list(run(plan(checkpoint, folder / file, "F32" if file == "model.gguf" else None)))

@@ -88,7 +88,7 @@ def forward(model: Any, name: str, ids: list[int], images: list[Any]) -> NDArray
     taken = inspect.signature(type(model).forward).parameters
     given = torch.tensor([token if id_ < 0 else id_ for id_ in ids])[None]
     mask = (given == token).int()
-    more = {key: seen[key] for key in family.arguments}
+    more = {key: seen[key] for key in family.arguments if key in seen}
     more |= {key: mask for key in ("mm_token_type_ids", "token_type_ids") if key in taken}
     with torch.no_grad():
         found: NDArray[np.float32] = model(input_ids=given, **more).logits[0].numpy()

@@ -21,13 +21,26 @@ from localllm.gguf import GGUFFile
 from localllm.kernels.backend import weights_of
 from localllm.loading.devices import open_devices
 from localllm.loading.media_encoder import MediaEncoder, Prepared, _Encoder
+from localllm.models.encoders import images as image_functions
 from localllm.models.encoders.images import block_order
 from localllm.models.encoders.registry import PROJECTORS, read_encoder
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
 from localllm.quantize import plan, run
 from tests.helpers.command_line import run_main
-from tests.models.encoders.families import FAMILIES, make, picture, processor_of, torch
+from tests.models.encoders.families import (
+    FAMILIES,
+    make,
+    make_processor,
+    picture,
+    processor_of,
+    released,
+    torch,
+    transformers,
+)
+
+#: Families whose processors make torchvision scale and normalise in one step.
+SCALED_AND_NORMALISED = ("deepseekocr", "kimik25", "kimivl", "lfm2", "minimax_m3", "muse-glimmer")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +61,12 @@ def features(model: Any, name: str, image: Any, processor: Any = None) -> tuple[
     seen = (processor or processor_of(name))(images=[image], return_tensors="pt")
     inner = getattr(model, "model", model)
     with torch.no_grad():
-        out = inner.get_image_features(**{key: seen[key] for key in family.arguments})
+        out = inner.get_image_features(**{key: seen[key] for key in family.arguments if key in seen})
+        if name == "muse-glimmer":  # before the norm, which is part of the text model's file
+            out.pooler_output = inner.vision_projection(inner.vision_adapter(out.last_hidden_state))
+        if name == "granite4_vision":
+            packed = [torch.cat([*rows]) for _, rows in sorted(out.deepstack_features, key=lambda each: each[0])]
+            return seen, torch.stack(packed, dim=1).detach().numpy()
         if name == "llama4":
             out.pooler_output = model.multi_modal_projector(out.last_hidden_state)
     joined = [
@@ -75,7 +93,14 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
                 theirs = by_colour(encoder, each, theirs)
             elif name.startswith(("minicpm", "resampler")):
                 theirs = in_slices(encoder, each.frames, theirs)
-            elif name in ("hunyuanvl", "kimik25", "paddleocr"):
+            elif name.startswith("deepseekocr"):
+                views = [*seen.get("pixel_values_local", ()), *theirs]
+                theirs = np.concatenate(
+                    [image_functions.patches(np.moveaxis(np.asarray(view), 0, -1), 16) for view in views]
+                )
+            elif name == "muse-glimmer":  # both halves of a patch are the same image
+                theirs = np.split(theirs, 2, axis=1)[0][in_blocks(encoder, each.frames[0])]
+            elif name in ("hunyuanvl", "kimik25", "kimivl", "paddleocr"):
                 theirs = theirs.reshape(len(theirs), -1)[in_blocks(encoder, each.frames[0])]
             check_pixels(encoder, frames, theirs)
         for each, rows, (_, theirs) in zip(prepared, encoded(encoder, prepared), expected, strict=True):
@@ -116,8 +141,8 @@ def check_pixels(encoder: MediaEncoder, frames: list[NDArray[np.float32]], their
         rows, columns = (side // size for side in theirs.shape[-2:])
         cut = theirs.reshape(len(theirs), 3, rows // merge, merge, size, columns // merge, merge, size)
         theirs = cut.transpose(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, n)
-    if encoder.family in ("kimik25", "lfm2"):  # processors that make torchvision scale and normalise in one step
-        np.testing.assert_allclose(own, theirs, rtol=0, atol=3e-7)
+    if encoder.family in SCALED_AND_NORMALISED:
+        np.testing.assert_allclose(own, theirs, rtol=0, atol=5e-7)
     else:
         np.testing.assert_array_equal(own, theirs)
 
@@ -243,6 +268,24 @@ def test_other_names_of_llama_cpp_s_converters(
     host.close()
 
 
+def test_a_published_checkpoint_of_deepseek_ocr_has_the_same_file(tmp_path: Path) -> None:
+    """Its config.json lacks many sizes, which are constants of DeepSeek's code."""
+    family = FAMILIES["deepseekocr"].settings
+    sam, clip = (family["vision_config"][name] for name in ("sam_config", "encoder_config"))
+    sam, clip = sam | {"image_size": 1024, "window_size": 14}, clip | {"intermediate_size": 128}
+    vision = {"sam_config": sam, "encoder_config": clip}
+    config = transformers.UnlimitedOcrConfig(text_config=family["text_config"], vision_config=vision)
+    transformers.UnlimitedOcrForConditionalGeneration(config).save_pretrained(tmp_path)
+    make_processor("deepseekocr", {}).save_pretrained(tmp_path)
+    expected = MmprojCheckpoint(tmp_path)
+    released.as_deepseek_ocr(tmp_path)
+    found = MmprojCheckpoint(tmp_path)
+    assert str({**found.metadata}) == str({**expected.metadata, "clip.vision.preproc_max_tiles": 9})
+    assert {name: each.shape for name, each in found.tensors.items()} == {
+        name: each.shape for name, each in expected.tensors.items()
+    }
+
+
 @pytest.mark.parametrize("name", ["qwen2vl_merger", "qwen2.5vl_merger"])
 @pytest.mark.parametrize("size", [(3000, 4000), (3500, 4200), (9000, 500), (30, 40)])
 def test_qwen_2_takes_images_as_large_as_its_released_processor(made: Any, name: str, size: tuple[int, int]) -> None:
@@ -264,6 +307,7 @@ def test_qwen_2_takes_images_as_large_as_its_released_processor(made: Any, name:
 @pytest.mark.parametrize(
     "name",
     [
+        "deepseekocr",
         "gemma4v",
         "glm4v",
         "hunyuanvl",
@@ -272,6 +316,7 @@ def test_qwen_2_takes_images_as_large_as_its_released_processor(made: Any, name:
         "llama4",
         "minicpmv4_6",
         "mlp 1.6",
+        "muse-glimmer",
         "pixtral",
         "qwen3vl_merger",
         "resampler",
@@ -281,7 +326,9 @@ def test_a_pixel_budget_is_respected_for_any_shape(made: Any, name: str) -> None
     encoder = MediaEncoder.open(made(name)[2])
     for shape in ((1, 150), (150, 1), (1, 1), (3, 7), (300, 200)):
         for max_tokens in (
-            (1, 5, 100) if name not in ("hunyuanvl", "llama4", "mlp 1.6", "resampler") else (17, 40, 100)
+            (1, 5, 100)
+            if name not in ("deepseekocr", "hunyuanvl", "llama4", "mlp 1.6", "resampler")
+            else (17, 40, 100)
         ):  # whose minimum is a tile
             assert encoder.prepare(np.zeros((*shape, 3), np.uint8), max_tokens).n_tokens <= max_tokens
     encoder.close()
