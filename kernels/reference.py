@@ -783,6 +783,11 @@ def gelu_quick(x: Array) -> Array:
     return x * sigmoid(np.float32(1.702) * x)
 
 
+def relu(x: Array) -> Array:
+    """max(x, 0)."""
+    return np.maximum(x, np.float32(0))
+
+
 def relu2(x: Array) -> Array:
     """max(x, 0)². Source: Primer, arXiv:2109.08668."""
     return np.square(np.maximum(x, 0))
@@ -808,6 +813,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": gelu,
     "gelu_erf": gelu_erf,
     "gelu_quick": gelu_quick,
+    "relu": relu,
     "relu2": relu2,
     "tanh": np.tanh,
     "sigmoid": sigmoid,

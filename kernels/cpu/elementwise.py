@@ -284,9 +284,18 @@ def gelu_quick(g, u):
 
 
 @device
+def positive(g):
+    return select_between(as_int(g), zero_i32x16(), splat_int(NAN_BITS), g, zero_f32x16())
+
+
+@device
+def relu(g, u):
+    return positive(g) * u
+
+
+@device
 def relu2(g, u):
-    positive = select_between(as_int(g), zero_i32x16(), splat_int(NAN_BITS), g, zero_f32x16())
-    return positive * positive * u
+    return positive(g) * positive(g) * u
 
 
 @device

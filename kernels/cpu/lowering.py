@@ -57,8 +57,8 @@ _SLOTS = {Rows.TOKENS: N_TOKENS, Rows.OUTPUTS: N_OUTPUTS, Rows.CHOSEN: N_CHOSEN}
 
 _ACTIVATIONS = {
     "silu": elementwise.silu, "gelu": elementwise.gelu, "gelu_erf": elementwise.gelu_erf,
-    "gelu_quick": elementwise.gelu_quick, "relu2": elementwise.relu2, "tanh": elementwise.tanh_of_gate,
-    "sigmoid": elementwise.sigmoid_of_gate, "identity": elementwise.identity,
+    "gelu_quick": elementwise.gelu_quick, "relu": elementwise.relu, "relu2": elementwise.relu2,
+    "tanh": elementwise.tanh_of_gate, "sigmoid": elementwise.sigmoid_of_gate, "identity": elementwise.identity,
     "clamped_swiglu": elementwise.clamped_swiglu, "softplus": elementwise.softplus_of_gate,
 }  # fmt: skip
 

@@ -430,6 +430,7 @@ GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
     "gelu": (gelu, {"rtol": 1e-5, "atol": 1e-6}),
     "gelu_erf": (gelu_erf, {"rtol": 3e-6, "atol": 1e-6}),
     "gelu_quick": (lambda x: x * sigmoid(1.702 * x), {"rtol": 3e-6, "atol": 1e-30}),
+    "relu": (lambda x: np.maximum(x, 0), {}),
     "relu2": (lambda x: np.maximum(x, 0) ** 2, {}),
     "tanh": (np.tanh, {"rtol": 2e-6, "atol": 1e-6}),
     "sigmoid": (sigmoid, {"atol": 1e-30}),
