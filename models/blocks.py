@@ -119,11 +119,15 @@ def decoder(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     n_deepstack: int = 0,
+    n_loops: int = 1,
+    norms_loops: bool = False,
 ) -> Graph:
     """Record a decoder: embedding, layers, final norm and head, from token ids to logits [N, n_vocab].
 
     An embedding model (`Header.pooling`) has no head, and its graph ends with the pooling's input [N, d]. If batches
     contain images, further embeddings of the images are added after the first ``n_deepstack`` layers, one per layer.
+    All layers run ``n_loops`` times with the same weights and with separate caches. With ``norms_loops``, the final
+    norm follows each loop.
     """
     config, weights, graph = m.config, m.weights, Graph(m.cache_type)
     d, eps = config.n_embd, m.norm_eps if norm_eps is None else norm_eps
@@ -138,13 +142,16 @@ def decoder(
     if change_embedding is not None:
         x = embedding = change_embedding(Layer(-1, graph, weights, d, eps, x), x)
     graph.name("embedding", x)
-    for i in range(config.n_layers):
-        graph.layer = i
+    for place in range(config.n_layers * n_loops):
+        i = place % config.n_layers
+        graph.layer = place
         graph.name("input", x)
+        if norms_loops and place and not i:
+            x = norm(Layer(i, graph, weights, d, eps, embedding), "output_norm", x)
         x = record_layer(Layer(i, graph, weights.layer(i), d, eps, embedding, m.is_causal), x)
         graph.name("output", x)
-        if m.sees and i < n_deepstack:
-            x = graph.add(ops.AddRows(x, i + 1))
+        if m.sees and place < n_deepstack:
+            x = graph.add(ops.AddRows(x, place + 1))
     graph.layer = "output"
     at = Layer(-1, graph, weights, d, eps, embedding)
     x = at.add(ops.Outputs(x))  # [N, d]

@@ -72,6 +72,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": Architecture("afmoe", "Trinity", "afmoe"),
     "apertus": Architecture("apertus", "Apertus", "apertus"),
     "arcee": Architecture("arcee", "AFM 4.5B", "arcee"),
+    "arctic": Architecture("arctic", "Snowflake Arctic", "arctic"),
     "baichuan": Architecture("baichuan", "Baichuan 1 and 2", "baichuan"),
     "bailingmoe": Architecture("bailingmoe", "Ling 1 and 1.5", "BailingMoeForCausalLM"),
     "bailingmoe2": Architecture("bailingmoe2", "Ling and Ring 2, Sarvam 30B", "bailing_moe sarvam_moe"),
@@ -138,6 +139,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hy_v3": Architecture("hy_v3", "Hunyuan 3", "hy_v3", has_block=True),
     "hy_v4": Architecture("hy_v4", "Hunyuan 4, text", "hy_v4"),
     "internlm2": Architecture("internlm2", "InternLM 2 and 2.5", "internlm2"),
+    "jais": Architecture("jais", "Jais 1", "jais"),
     "jais2": Architecture("nemotron", "Jais 2", "jais2"),
     "jamba": Architecture("jamba", "Jamba", "jamba"),
     "jina-bert-v2": Architecture(
@@ -161,6 +163,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "maincoder": Architecture("maincoder", "Maincoder", "maincoder"),
     "mamba": Architecture("mamba", "Mamba, Falcon Mamba", "mamba falcon_mamba"),
     "mamba2": Architecture("mamba2", "Mamba 2", "mamba2"),
+    "maple": Architecture("maple", "Maple", "maple MapleForCausalLM"),
     "mellum": Architecture("mellum", "Mellum 2", "mellum"),
     "mimo2": Architecture("mimo2", "MiMo V2", "mimo_v2_flash"),
     "minicpm": Architecture("granite", "MiniCPM 1 and 2", "minicpm"),
@@ -174,6 +177,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mpt": Architecture("mpt", "MPT, SEA-LION 7B", "mpt"),
     "muse-glimmer": Architecture("muse_glimmer", "Muse Glimmer, text", "muse_glimmer muse_glimmer_text"),
+    "nanbeige": Architecture("nanbeige", "Nanbeige 4.2", "nanbeige"),
     "nemotron": Architecture("nemotron", "Nemotron 3 and 4, Minitron", "nemotron"),
     "nemotron_h": Architecture("nemotron_h", "Nemotron-H, Nemotron Nano 2", "nemotron_h"),
     "nemotron_h_moe": Architecture("nemotron_h", "Nemotron 3, with experts", "nemotron_h"),
@@ -188,6 +192,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "pangu-embedded": Architecture("qwen2", "openPangu Embedded", "PanguEmbedded"),
     "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
+    "plamo": Architecture("plamo", "PLaMo 13B", "plamo"),
+    "plm": Architecture("plm", "PLM 1.8B", "plm PLMForCausalLM"),
     "qwen": Architecture("qwen", "Qwen 1", "qwen"),
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2 minicpmv/2.6 minicpmo/2.6"),
     "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts", "qwen2_moe"),
@@ -202,8 +208,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3vl": Architecture("qwen3", "Qwen 3 VL, text", "qwen3_vl qwen3_vl_text"),
     "qwen3vlmoe": Architecture("qwen3", "Qwen 3 VL with experts, text", "qwen3_vl_moe qwen3_vl_moe_text"),
     "qwen4exp": Architecture("qwen4exp", "Qwen 3.8 Flash Next, text", "qwen4_exp qwen4_exp_text"),
+    "refact": Architecture("refact", "Refact 1.6B", "gpt_refact"),
     "seed_oss": Architecture("seed_oss", "Seed-OSS", "seed_oss"),
+    "smallthinker": Architecture("smallthinker", "SmallThinker", "smallthinker"),
     "smollm3": Architecture("smollm3", "SmolLM3", "smollm3"),
+    "spark2_5": Architecture("spark2_5", "Spark-X2.5", "spark2_5"),
     "stablelm": Architecture("stablelm", "StableLM 1 and 2", "stablelm"),
     "starcoder": Architecture("gpt2", "StarCoder, SantaCoder", "gpt_bigcode"),
     "starcoder2": Architecture("starcoder2", "StarCoder 2", "starcoder2"),
@@ -314,4 +323,5 @@ def read_model(
     rotates = any(isinstance(operation, RopeAppend) and operation.rope is not None for operation in operations)
     meta.check_all_read(file.tensors, rotates=rotates)
     weights.check_all_used()
+    config = replace(config, n_layers=max(config.n_layers, graph.n_layers))  # layers may run several times
     return Model(config, graph, context > config.original_context, pooling)

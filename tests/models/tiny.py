@@ -22,6 +22,7 @@ from localllm.models import deepseek2, qwen3next, qwen35
 from localllm.models.registry import ARCHITECTURES, Conversion
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import parsed, write_tokenizer
+from tests.models.written import WRITTEN, Written, WrittenModel
 
 Array = NDArray[np.float32]
 
@@ -39,6 +40,7 @@ class Tiny:
         release: converts a configuration and tensors to a released model that transformers lacks but that computes
             the same.
         change: changes the transformers model in place to another model, including its weights.
+        written: a model that transformers lacks; the other attributes are ignored.
     """
 
     model_type: str
@@ -48,6 +50,7 @@ class Tiny:
     auto: str = "AutoModelForCausalLM"
     release: Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None = None
     change: Callable[[Any], None] = lambda model: None
+    written: Written | None = None
 
 
 #: Two groups of heads, a width that is not a multiple of a block or tile, and few tokens.
@@ -1031,6 +1034,11 @@ TINY: dict[str, Tiny] = {
     "xverse": Tiny("llama", "xverse", {"num_key_value_heads": 4}, release=called("xverse", "XverseForCausalLM")),
 }
 
+TINY |= {
+    name: Tiny(str(written.settings["model_type"]), name.partition("-")[0], written=written)
+    for name, written in WRITTEN.items()
+}
+
 T5: dict[str, Any] = parsed("""
     d_ff=172 rms_norm_eps=None layer_norm_epsilon=1e-5 max_position_embeddings=None num_key_value_heads=None
     intermediate_size=None tie_word_embeddings=True
@@ -1088,6 +1096,9 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     import torch
     import transformers
 
+    rng = np.random.default_rng(seed)
+    if entry.written is not None:
+        return WrittenModel(entry.written, lambda name, shape: random_values(rng, name, shape, False))
     values = {key: v for key, v in (CONFIG | dict(entry.config)).items() if v is not None or key not in CONFIG}
     config = transformers.AutoConfig.for_model(entry.model_type, **values)
     kind = getattr(transformers, entry.auto)
@@ -1095,7 +1106,6 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     model = make(config, attn_implementation="eager").eval().float()
     model.release = entry.release
     model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have different heads
-    rng = np.random.default_rng(seed)
     shift = ARCHITECTURES[entry.architecture].conversion.tensor("model.norm.weight", np.zeros(1, np.float32), config)
     is_shifted = np.array_equal(shift, [1.0])
     with torch.no_grad():
@@ -1123,6 +1133,8 @@ def random_values(rng: np.random.Generator, name: str, shape: tuple[int, ...], s
         return rng.uniform(0.5, 1.5, shape)
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.2, 2, shape))
+    if name.endswith("primary_router.weight"):
+        return rng.normal(0, 0.5 * shape[-1] ** -0.5, shape)  # small enough for distinct sigmoids
     if name.endswith((".gate.weight", "router.weight", "router.layer.weight")):
         return rng.normal(0, 5 * shape[-1] ** -0.5, shape)  # large enough to avoid nearly equal choices
     if name.endswith("router.proj.weight"):
