@@ -735,7 +735,7 @@ class CPULowering:
             logits=scores, probabilities=probabilities, stride=logits.stride, n_experts=n_experts, k=op.k,
             norm_topk_prob=int(op.norm_topk_prob), ids=choice.ids, expert_weights=choice.weights,
             factors=self.weights.vector(op.expert_scales), scale=float(op.scale),
-            constants={"PROBABILITIES": probabilities is not None},
+            constants={"PROBABILITIES": probabilities is not None, "MIXES": op.gating == "sparsemixer"},
         )  # fmt: skip
         self.call(
             expert_kernels.group_by_expert, 1, ALWAYS,
