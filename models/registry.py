@@ -83,9 +83,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         "bert roberta xlm-roberta",
         is_encoder=True,
     ),
+    "bitnet": Architecture("bitnet", "BitNet b1.58", "bitnet BitnetForCausalLM"),
     "bloom": Architecture("bloom", "BLOOM, BLOOMZ", "bloom"),
+    "chameleon": Architecture("chameleon", "Chameleon, text", "chameleon"),
     "chatglm": Architecture("chatglm", "ChatGLM 3, GLM-4 9B", "glm"),
     "codeshell": Architecture("codeshell", "CodeShell", "codeshell kclgpt"),
+    "cogvlm": Architecture("cogvlm", "CogVLM 1 and 2, text", "CogVLMForCausalLM cogvlm"),
     "cohere2": Architecture("cohere", "Command R7B, Command A", "cohere2"),
     "cohere2moe": Architecture("cohere", "North", "cohere2_moe"),
     "command-r": Architecture("cohere", "Command R, Aya", "cohere"),
@@ -94,8 +97,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek": Architecture("deepseek", "DeepSeek MoE 16B", "deepseek"),
     "deepseek2": Architecture(
         "deepseek2",
-        "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash, Youtu-LLM",
-        "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite youtu",
+        "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash, Sarvam 105B, Youtu-LLM",
+        "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite sarvam_mla youtu",
         has_block=True,
     ),
     "deepseek2-ocr": Architecture(
@@ -153,8 +156,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm3": Architecture("lfm3", "LFM3", "lfm3"),
     "llama": Architecture(
         "llama",
-        "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM",
-        "llama mistral mixtral internlm3 minicpmv/None minicpmv/2.5 minicpmv/4.0",
+        "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM, IQuest-Coder",
+        "llama iquestcoder mistral mixtral internlm3 minicpmv/None minicpmv/2.5 minicpmv/4.0",
     ),
     "llama-embed": Architecture(
         "llama", "Llama-Embed-Nemotron, as embedding model", "llama_bidirec", is_encoder=True
@@ -218,6 +221,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "starcoder2": Architecture("starcoder2", "StarCoder 2", "starcoder2"),
     "step35": Architecture("step35", "Step 3.5 and 3.7 Flash, text", "step3p5 step3p7"),
     "t5encoder": Architecture("t5", "T5's encoders, as embedding models", "T5EncoderModel", is_encoder=True),
+    "talkie": Architecture("talkie", "Talkie 1930 13B", "talkie"),
     "xverse": Architecture("llama", "XVERSE", "xverse"),
 }
 

@@ -120,9 +120,18 @@ def differences(ours: Path, theirs: Path) -> list[str]:
 
 
 #: Models whose files differ on purpose: latents as before 2025, gates of Qwen 3 Next as in 2025, Llama 4 with numbers
-#: other than llama.cpp's defaults, Granite 4 with another architecture's name, and keys for experts in a model
-#: without experts.
-OTHERWISE = {"deepseek-v3-old", "granite-4", "granite-4-moe", "llama4", "qwen3next-old", "youtu"}
+#: other than llama.cpp's defaults, CogVLM with the matrices for images that llama.cpp requires, Granite 4 with
+#: another architecture's name, and keys for experts in a model without experts.
+OTHERWISE = {
+    "cogvlm",
+    "cogvlm-2",
+    "deepseek-v3-old",
+    "granite-4",
+    "granite-4-moe",
+    "llama4",
+    "qwen3next-old",
+    "youtu",
+}
 
 
 def as_released(settings: str) -> dict[str, Any]:
@@ -139,6 +148,8 @@ RELEASED: dict[str, dict[str, Any]] = {
     """),
     "bert": UNSET,
     "xlm-roberta": UNSET,
+    "cogvlm": {"num_key_value_heads": 4},
+    "cogvlm-2": {"num_key_value_heads": 2},
     "cohere2": {"rotary_pct": 1.0},
     "command-r": {"head_dim": None},
     "command-r-plus": {"head_dim": None},

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -480,6 +481,10 @@ def renamed(
     return release
 
 
+as_1bitllm = renamed(
+    {"self_attn.attn_sub_norm": "self_attn.inner_attn_ln", "mlp.ffn_sub_norm": "mlp.ffn_layernorm"},
+    {"model_type": "llama", "architectures": ["BitnetForCausalLM"]},
+)
 #: Names of GPT-2's format.
 GPT2_NAMES = {
     "model.embed_tokens": "transformer.wte",
@@ -653,6 +658,24 @@ def norm_and_place(model: Any) -> None:
     positions.data.copy_(torch.from_numpy(rng.normal(0, 1, positions.shape)).to(torch.bfloat16))
 
 
+def round_weights(model: Any) -> None:
+    """Change the matrices of a BitNet's layers to round their weights when they compute, as in training."""
+    import torch
+
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            scale = 1 / module.weight.abs().mean().clamp(min=1e-5)
+            rounded = (module.weight * scale).round().clamp(-1, 1) / scale
+            module.forward = partial(torch.nn.functional.linear, weight=rounded.detach())
+
+
+def as_one_shard(model: Any) -> None:
+    """Give all heads of a Chameleon the same norms, like the models that were trained on one device."""
+    for name, parameter in model.state_dict().items():
+        if "q_norm" in name or "k_norm" in name:
+            parameter.copy_(parameter[:1].expand_as(parameter).clone())
+
+
 def as_jina_bert_v2(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Convert a BERT to Jina's names, with a gate in its MLP that is always 1."""
     import torch
@@ -682,6 +705,11 @@ DEEPSEEK_OCR = {
 }
 #: Hunyuan's configurations call this "dynamic".
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 1000.0, "factor": 1.0}
+CHAMELEON = {
+    "vocabulary_map": {"<image>": 299},
+    "vq_config": {"embed_dim": 16, "num_embeddings": 8, "latent_channels": 16, "resolution": 16, "base_channels": 32}
+    | {"channel_multiplier": [1], "num_res_blocks": 1},
+}
 HUNYUAN_VL = {
     "text_config": CONFIG | {"tie_word_embeddings": True, "rope_parameters": ALPHA | {"mrope_section": [2, 2, 2, 2]}},
     "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -707,11 +735,31 @@ TINY: dict[str, Tiny] = {
         "starcoder2", "codeshell", {"rms_norm_eps": None, "intermediate_size": 256}, release=as_codeshell
     ),
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
+    "bitnet": Tiny(
+        "bitnet",
+        "bitnet",
+        {"hidden_act": "silu", "tie_word_embeddings": True},
+        release=as_1bitllm,
+        change=round_weights,
+    ),
+    "bitnet-relu2": Tiny(
+        "bitnet", "bitnet", {"hidden_act": "relu2", "tie_word_embeddings": True}, change=round_weights
+    ),
     "bloom": Tiny(
         "bloom",
         "bloom",
         {"rms_norm_eps": None, "hidden_size": 96, "num_attention_heads": 6, "seq_length": 128}
         | {"tie_word_embeddings": True, "slow_but_exact": False},
+    ),
+    "chameleon": Tiny(
+        "chameleon",
+        "chameleon",
+        CHAMELEON | {"num_key_value_heads": 4},
+        auto="ChameleonForConditionalGeneration",
+        change=as_one_shard,
+    ),
+    "chameleon-30b": Tiny(
+        "chameleon", "chameleon", CHAMELEON | {"swin_norm": True}, auto="ChameleonForConditionalGeneration"
     ),
     "chatglm": Tiny("glm", "chatglm", HALF_ROTATED | {"attention_bias": True}),
     "cohere2moe": Tiny("cohere2_moe", "cohere2moe", NORTH | {"rms_norm_eps": None}),
@@ -857,6 +905,7 @@ TINY: dict[str, Tiny] = {
     "hy-v3": Tiny("hy_v3", "hy_v3", MIXTURE | {"router_scaling_factor": 1.5, "num_shared_experts": 2}),
     "hy-v4": Tiny("hy_v4", "hy_v4", LATENTS | INDEXER | HY_V4, release=as_hy_v4),
     "internlm2": Tiny("llama", "internlm2", release=as_internlm2),
+    "iquestcoder": Tiny("iquestcoder", "llama"),
     "jais2": Tiny("jais2", "jais2", {"rms_norm_eps": None, "num_key_value_heads": 4}),
     "jamba": Tiny(
         "jamba",
@@ -1013,6 +1062,7 @@ TINY: dict[str, Tiny] = {
     "qwen3vl": Tiny("qwen3_vl", "qwen3vl", with_vision({}), auto="Qwen3VLForConditionalGeneration"),
     "qwen3vlmoe": Tiny("qwen3_vl_moe", "qwen3vlmoe", with_vision(MIXTURE), auto="Qwen3VLMoeForConditionalGeneration"),
     "qwen4exp": Tiny("qwen4_exp_text", "qwen4exp", QWEN4EXP),
+    "sarvam-105b": Tiny("sarvam_mla", "deepseek2", LATENTS | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "seed-oss": Tiny("seed_oss", "seed_oss", {"attention_bias": True}),
     "smollm3": Tiny("smollm3", "smollm3"),
     "stablelm": Tiny("stablelm", "stablelm", STABLELM),

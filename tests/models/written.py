@@ -63,10 +63,10 @@ def softmax(x: Array) -> Array:
     return z
 
 
-def rotate(x: Array, theta: float = 10_000.0, n_rot: int | None = None, first: int = 0) -> Array:
-    """Rotate pairs (i, i + n/2) of the values from ``first`` of heads [T, H, dim] by their positions."""
+def rotate(x: Array, theta: float = 10_000.0, n_rot: int | None = None, first: int = 0, turn: int = 1) -> Array:
+    """Rotate pairs (i, i + n/2) of the values from ``first`` of heads [T, H, dim] by ``turn`` * position."""
     n = x.shape[-1] if n_rot is None else n_rot
-    angles = np.arange(len(x))[:, None, None] * theta ** -(np.arange(0, n, 2) / n)
+    angles = turn * np.arange(len(x))[:, None, None] * theta ** -(np.arange(0, n, 2) / n)
     one, other = x[..., first : first + n // 2], x[..., first + n // 2 : first + n]
     turned = [one * np.cos(angles) - other * np.sin(angles), other * np.cos(angles) + one * np.sin(angles)]
     return np.concatenate([x[..., :first], *turned, x[..., first + n :]], axis=-1)
@@ -385,6 +385,45 @@ def nanbeige(w: Tensors, ids: NDArray[np.int64], *, norms: bool = True) -> Array
     return head(w, x)
 
 
+def talkie(w: Tensors, ids: NDArray[np.int64]) -> Array:
+    eps = float(np.finfo(np.float32).eps)
+    x = e = rms(w["model.embed"][ids], eps=eps)
+    for at in w.layers("model.blocks"):
+        attn, y = at.at("attn"), rms(x, eps=eps)
+        # a negative angle: the negated sine
+        q, k = (rotate(attn.heads(y, f"attn_{name}"), turn=-1) for name in ("query", "key"))
+        q, v = rms(q, attn["head_gain.head_g"][:, None], eps), attn.heads(y, "attn_value")
+        x = x + at["attn_gain.a_g"] * attn.linear(attend(q, rms(k, eps=eps), v), "attn_resid")
+        x = x + at["mlp_gain.a_g"] * at.at("mlp").gated_mlp(rms(x, eps=eps), names="mlp_gate mlp_linear mlp_resid")
+        x = x + at["embed_skip.a_g"] * e
+    return w["lm_head_gain.w_g"] * (rms(x, eps=eps) @ w["lm_head"].T)
+
+
+def cogvlm(w: Tensors, ids: NDArray[np.int64], *, n_kv: int = 4, theta: float = 10_000.0) -> Array:
+    x = w["model.embed_tokens"][ids]
+    for at in w.layers():
+        attn, y = at.at("self_attn"), at.rms(x, "input_layernorm")
+        q, k, v = np.split(attn.heads(y, "language_expert_query_key_value"), [4, 4 + n_kv], axis=1)
+        x = x + attn.linear(attend(rotate(q, theta), rotate(k, theta), v), "language_expert_dense")
+        x = x + at.at("mlp.language_mlp").gated_mlp(at.rms(x, "post_attention_layernorm"))
+    return head(w, x)
+
+
+def cogvlm_shapes(n_rows: int) -> str:
+    """Return the table of tensors, with ``n_rows`` rows of queries, keys and values."""
+    expert = f"""
+    model.layers.*.self_attn.KIND_expert_query_key_value {n_rows} D
+    model.layers.*.self_attn.KIND_expert_dense D D
+    model.layers.*.mlp.KIND_mlp.gate_proj F D
+    model.layers.*.mlp.KIND_mlp.up_proj F D
+    model.layers.*.mlp.KIND_mlp.down_proj D F
+    model.layers.*.input_layernorm D
+    model.layers.*.post_attention_layernorm D
+    model.vision.linear_proj.linear_proj D D
+    """
+    return EMBEDDING + expert.replace("KIND", "language") + expert.replace("KIND", "vision")
+
+
 NO_HEADS = {"head_dim": None, "num_key_value_heads": None}
 SMALLTHINKER = parsed("""
     moe_num_primary_experts=6 moe_num_active_primary_experts=2 moe_ffn_hidden_size=48 intermediate_size=None
@@ -405,6 +444,36 @@ GPT2 = parsed("""
 """)
 
 WRITTEN = {
+    "talkie": Written(
+        settings(
+            "talkie", "TalkieForCausalLM", "n_layer=4 n_head=4 n_embd=64", num_key_value_heads=None, rms_norm_eps=None
+        ),
+        """
+        model.embed V D
+        lm_head! V D
+        lm_head_gain.w_g! 1
+        model.blocks.*.attn.attn_query D D
+        model.blocks.*.attn.attn_key D D
+        model.blocks.*.attn.attn_value D D
+        model.blocks.*.attn.attn_resid D D
+        model.blocks.*.attn.head_gain.head_g! H
+        model.blocks.*.mlp.mlp_gate F D
+        model.blocks.*.mlp.mlp_linear F D
+        model.blocks.*.mlp.mlp_resid D F
+        model.blocks.*.attn_gain.a_g! 1
+        model.blocks.*.mlp_gain.a_g! 1
+        model.blocks.*.embed_skip.a_g! 1
+        """,
+        talkie,
+    ),
+    "cogvlm": Written(
+        settings("cogvlm", "CogVLMForCausalLM", rope_theta=None, **NO_HEADS), cogvlm_shapes(192), cogvlm
+    ),
+    "cogvlm-2": Written(
+        settings("cogvlm", "CogVLMForCausalLM", "num_multi_query_heads=2", rope_theta=None, **NO_HEADS),
+        cogvlm_shapes(128),
+        partial(cogvlm, n_kv=2, theta=500_000.0),
+    ),
     "arctic": Written(
         settings(
             "arctic",
