@@ -701,8 +701,8 @@ def rotate(x: Array, positions: NDArray[np.int32], rope: g.Rope) -> Array:
 
 
 def position_factors(scale: g.PositionScale, positions: NDArray[np.int32]) -> NDArray[np.float32]:
-    factors = 1 + scale.rate * np.log1p((positions + scale.offset) // scale.length)
-    return np.asarray(factors, np.float32)
+    factors = scale.base + scale.rate * np.log1p(np.maximum(positions + scale.offset, 0) // scale.length)
+    return np.asarray(np.maximum(factors, 1), np.float32)
 
 
 def in_range(x: Array, dtype: np.dtype[Any]) -> Array:

@@ -1053,8 +1053,9 @@ class Heads:
         types, (of_keys, of_values) = self.cache.types, self.cache.rotations
         q, k = self.turned(q, "q_norm"), stored(self.turned(k, "k_norm"), types[0], of_keys)
         if (scale := self.q_scale) is not None:
-            places = np.arange(len(q)) + scale.offset
-            q = q * (1 + scale.rate * np.log(1 + np.floor(places / scale.length)))[:, None, None]
+            places = np.maximum(np.arange(len(q)) + scale.offset, 0)
+            factors = scale.base + scale.rate * np.log(1 + np.floor(places / scale.length))
+            q = q * np.maximum(factors, 1)[:, None, None]
         if self.shown:
             return turned_together(q, of_keys).reshape(len(q), -1)
         values = k[..., : self.value_dim] if self.values_in_keys else stored(v, types[1], of_values)
@@ -1093,6 +1094,7 @@ OPTIONS: dict[str, Heads] = {
     "values from keys": Heads(rope=ROPE, k_norm="weights", v_norm="ones", values_are_keys=True),
     "queries scaled": Heads(q_norm="weights", q_scale=PositionScale(0.1, 30), shown=True),
     "queries scaled from 1 on": Heads(rope=ROPE, q_scale=PositionScale(0.5, 7, 1)),
+    "queries scaled late": Heads(rope=ROPE, q_scale=PositionScale(1 / math.log(9), 1, -1, 0.0), shown=True),
     "keys of another layer": Heads(rope=ROPE, q_norm="weights", k_norm="weights", shared=True),
     "capped": Heads(softcap=2.0),
     "sinks": Heads(sinks=True),
