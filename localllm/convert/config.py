@@ -34,7 +34,7 @@ head_dim d_kv attention_head_dim
 num_kv_heads n_head_kv
 partial_rotary_factor rotary_pct rope_pct rope_percent
 rope_theta rotary_emb_base global_rope_theta rope_freq_constant theta
-rope_local_base_freq local_rope_theta swa_rope_theta
+rope_local_base_freq local_rope_theta rope_local_theta swa_rope_theta
 layer_types layers_block_type
 tie_word_embeddings tie_embedding share_input_output_layers
 torch_dtype dtype
