@@ -17,7 +17,7 @@ from localllm.models.rope import make_rope
 from localllm.models.weights import ArrayWeight
 
 HF_MEANT = implied("image_token_id model_parallel_size vocabulary_map vq_config")
-#: Start of the names of tokens that stand for parts of images, which the model must not write.
+#: Start of the names of tokens for parts of images, which the model must not write.
 IMAGE_TOKEN = "IMGIMG"
 #: Epsilon of the norms of heads, for which files have no key.
 HEAD_EPS = 1e-5

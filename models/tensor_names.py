@@ -18,6 +18,7 @@ _SIMILAR = {
     "granite_swa": "granitehybrid",
     "hy_v3": "hunyuan-moe dots1",
     "hy_v4": "glm-dsa",
+    "kolibri1": "qwen2moe glm4moe",
     "laguna": "qwen2moe step35",
     "lfm3": "lfm2moe",
     "maple": "qwen3moe",

@@ -18,7 +18,7 @@ _TABLES: dict[str, Any] = json.loads(PATH.read_text("utf-8"))
 _KIMI_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 NAMES: dict[str, Any] = _TABLES["names"] | {
     "mamba2": [["num_heads"], ["num_attention_heads"]],
-    "nomic_bert": [["intermediate_size", "n_inner"]],
+    "nomic_bert": [["intermediate_size", "n_inner"], ["layer_norm_eps", "layer_norm_epsilon"]],
     "kimi_k25_vision": [
         *([name, f"vt_{name}"] for name in _KIMI_SIZES),
         *([f"pos_emb_{axis}", f"init_pos_emb_{axis}"] for axis in ("height", "width", "time")),

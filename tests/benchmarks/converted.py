@@ -47,7 +47,7 @@ EXCEPTIONS = re.compile(
     r"|laguna\.attention\.sliding_window_pattern|mimo2\.expert_weights_(norm|scale)"
     r"|eurobert\.classifier\.pooling_type|llama-embed\.pooling_type|minicpm3\.rope\.(freq_base|scaling\..*)|afmoe\.(attention\.sliding_window_pattern|expert_weights_norm)|chatglm\.context_length"
     r"|orion\.tensor_data_layout|gemma3n\.activation_sparsity_scale|xverse\.(vocab_size|tensor_data_layout)|pangu-embedded\.(vocab_size|rope\.dimension_count)"
-    r"|(bailingmoe2|exaone-moe)\.nextn_predict_layers|llama4\.attention\.(chunk_size|temperature_.*)|(deepseek2|kimi-linear)\.expert_weights_norm|qwen\.attention\.layer_norm_epsilon"
+    r"|(bailingmoe2|exaone-moe)\.nextn_predict_layers|llama4\.attention\.(chunk_size|temperature_.*)|(deepseek2|kimi-linear)\.expert_weights_norm|(qwen|grok)\.attention\.layer_norm_epsilon"
 )
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
@@ -132,6 +132,8 @@ OTHERWISE = {
     "qwen3next-old",
     "youtu",
 }
+#: Models with settings that llama.cpp's converter loses.
+LOSSY = {"plamo2-window"}
 
 
 def as_released(settings: str) -> dict[str, Any]:
@@ -192,6 +194,7 @@ RELEASED: dict[str, dict[str, Any]] = {
     "mpt": {"architectures": ["MPTForCausalLM"]},
     "mpt-positions": {"architectures": ["MPTForCausalLM"]},
     "neo-bert": dict.fromkeys(("classifier_pooling", "num_key_value_heads", "head_dim")),
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
     "qwen": {"rms_norm_eps": 1e-5},
     "qwen4exp": as_released("layer_types=['linear_attention','full_attention','linear_attention','full_attention']"),
     "step35": as_released("""
@@ -229,7 +232,7 @@ def release(name: str, folder: Path) -> None:
 def write_tokenizer(name: str, folder: Path, n_vocab: int) -> None:
     """Write the tokenizer files that some converters read before they write a vocabulary."""
     vocabulary = {f"t{i}": i for i in range(n_vocab)}
-    model = {"type": "WordPiece" if name == "nomic-bert" else "BPE", "vocab": vocabulary, "merges": []}
+    model = {"type": "WordPiece" if name.startswith("nomic-bert") else "BPE", "vocab": vocabulary, "merges": []}
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
@@ -275,6 +278,8 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> Result:
         theirs = f"{largest_error(np.load(out), expected):9.1e}" if out.exists() else done.stderr.strip()[-80:]
     other = differences(path, converted)
     print(f"{begin} {error:9.1e} {theirs}", *other, sep="\n    ", flush=True)
+    if name in LOSSY:
+        return Result(*own, None)
     return Result(*own, False if error >= 1e-3 else None if name in OTHERWISE else not other)
 
 

@@ -241,6 +241,12 @@ MUSE_GLIMMER = {
         pos_emb_width=4
     """),
 }
+KOLIBRI = {"layer_types": [*["sliding_attention"] * 3, "full_attention"], "rope_parameters": PLAIN_ROPE}
+PHIMOE = parsed("attention_bias=True lm_head_bias=True head_dim=None original_max_position_embeddings=128") | {
+    "rope_parameters": PLAIN_ROPE
+    | {"rope_type": "longrope", "original_max_position_embeddings": 128, "short_mscale": 1.0, "long_mscale": 1.0}
+    | {"long_factor": [1.5 + i / 4 for i in range(8)], "short_factor": [1 + i / 20 for i in range(8)]}
+}
 STEP35 = {
     "text_config": CONFIG
     | WINDOW
@@ -927,6 +933,7 @@ TINY: dict[str, Tiny] = {
         | {"q_lora_rank": None, "num_experts": 8, "n_group": 1, "topk_group": 1, "num_hidden_layers": 5}
         | {"linear_attn_config": KIMI_DELTA_NET},
     ),
+    "kolibri1": Tiny("kolibri1", "kolibri1", WINDOW | MIXTURE | SHARED_EXPERT | KOLIBRI),
     "laguna": Tiny("laguna", "laguna", LAGUNA),
     "laguna-by-value": Tiny("laguna", "laguna", LAGUNA | {"gating": "per-element"}),
     "lfm2": Tiny("lfm2", "lfm2", LFM2),
@@ -1049,6 +1056,7 @@ TINY: dict[str, Tiny] = {
             | {"long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 8.0], "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]},
         },
     ),
+    "phimoe": Tiny("phimoe", "phimoe", WINDOW | LOCAL_MIXTURE | PHIMOE),
     "qwen": Tiny("qwen2", "qwen", {"num_key_value_heads": 4}, release=as_qwen),
     "qwen2": Tiny("qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2moe": Tiny("qwen2_moe", "qwen2moe", MIXTURE | SHARED_EXPERT | {"norm_topk_prob": False}),
@@ -1087,6 +1095,7 @@ TINY: dict[str, Tiny] = {
 TINY |= {
     name: Tiny(str(written.settings["model_type"]), name.partition("-")[0], written=written)
     for name, written in WRITTEN.items()
+    if not written.is_encoder
 }
 
 T5: dict[str, Any] = parsed("""
@@ -1119,6 +1128,7 @@ ENCODERS: dict[str, Tiny] = {
     "nomic-bert": Tiny(
         "nomic_bert", "nomic-bert", {"layer_norm_eps": 1e-5, "max_position_embeddings": 2048}, auto="AutoModel"
     ),
+    "nomic-bert-moe": Tiny("", "nomic-bert-moe", auto="AutoModel", written=WRITTEN["nomic-bert-moe"]),
     "modern-bert": Tiny(
         "modernbert",
         "modern-bert",

@@ -178,6 +178,7 @@ class Written:
     shapes: str
     logits: Callable[[Tensors, NDArray[np.int64]], Array]
     is_tied: bool = False
+    is_encoder: bool = False  # whether the result is vectors [T, d] instead of logits
 
     def names(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for line in self.shapes.split("\n"):
@@ -205,10 +206,13 @@ class WrittenModel:
 
     def __call__(self, ids: Any, **_: Any) -> Any:
         import torch
-        from transformers.modeling_outputs import CausalLMOutput
+        from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-        logits = self._written.logits(Tensors(self._arrays), ids[0].numpy())
-        return CausalLMOutput(logits=torch.from_numpy(logits.astype(np.float32))[None])
+        rows = self._written.logits(Tensors(self._arrays), ids[0].numpy())
+        result = torch.from_numpy(rows.astype(np.float32))[None]
+        return (
+            BaseModelOutput(last_hidden_state=result) if self._written.is_encoder else CausalLMOutput(logits=result)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._tensors)
@@ -424,6 +428,176 @@ def cogvlm_shapes(n_rows: int) -> str:
     return EMBEDDING + expert.replace("KIND", "language") + expert.replace("KIND", "vision")
 
 
+def grovemoe(w: Tensors, ids: NDArray[np.int64]) -> Array:
+    x = w["model.embed_tokens"][ids]
+    for at in w.layers():
+        attn, mlp, y = at.at("self_attn"), at.at("mlp"), at.rms(x, "input_layernorm")
+        q, k = (rotate(attn.rms(attn.heads(y, f"{name}_proj"), f"{name}_norm")) for name in "qk")
+        x = x + attn.linear(attend(q, k, attn.heads(y, "v_proj")), "o_proj")
+        y = at.rms(x, "post_attention_layernorm")
+        logits = mlp.linear(y, "gate")
+        weights = normalized(top(sigmoid(logits), 2, softmax(logits)))
+        x = x + mixture(y, weights, lambda e, y, mlp=mlp: mlp.at(f"experts.{e}").gated_mlp(y))
+        of_groups = weights.reshape(len(x), -1, 2).sum(axis=2)
+        x = x + 0.05 * mixture(y, of_groups, lambda e, y, mlp=mlp: mlp.at(f"chunk_experts.{e}").gated_mlp(y))
+    return head(w, x)
+
+
+def grok(w: Tensors, ids: NDArray[np.int64], *, has_mlp: bool = True) -> Array:
+    x = w["model.embed_tokens"][ids] * 1.7
+    factors = np.maximum(np.log(np.maximum(np.arange(len(ids)), 1)) / math.log(16), 1)[None, :, None]
+    for at in w.layers():
+        attn, moe, y = at.at("self_attn"), at.at("block_sparse_moe"), at.rms(x, "pre_attn_norm")
+        q, k, v = (attn.heads(y, f"{name}_proj") for name in "qkv")
+        y = attend(rotate(q), rotate(k), v, scale=0.3, bias=lambda scores: 3 * np.tanh(factors * scores / 3))
+        x = x + at.rms(attn.linear(y, "o_proj"), "post_attn_norm")
+        y = at.rms(x, "pre_moe_norm")
+        weights = top(softmax(4 * np.tanh(moe.linear(y, "gate") / 4)), 2)
+        z = mixture(y, weights, lambda e, y, moe=moe: moe.at(f"experts.{e}").gated_mlp(y, gelu_tanh, "w1 w3 w2"))
+        if has_mlp:
+            z = (z + at.at("mlp").gated_mlp(y, gelu_tanh)) / math.sqrt(2)
+        x = x + at.rms(z, "post_moe_norm")
+    logits = head(w, x) * 0.6
+    return 5 * np.tanh(logits / 5)
+
+
+GROK = """
+    model.embed_tokens V D
+    model.norm D
+    lm_head V D
+    model.layers.*.pre_attn_norm D
+    model.layers.*.post_attn_norm D
+    model.layers.*.pre_moe_norm D
+    model.layers.*.post_moe_norm D
+    model.layers.*.self_attn.q_proj D D
+    model.layers.*.self_attn.k_proj K D
+    model.layers.*.self_attn.v_proj K D
+    model.layers.*.self_attn.o_proj D D
+    model.layers.*.block_sparse_moe.gate E D
+    model.layers.*.block_sparse_moe.experts.{e}.w1 M D
+    model.layers.*.block_sparse_moe.experts.{e}.w2 D M
+    model.layers.*.block_sparse_moe.experts.{e}.w3 M D
+"""
+GROK_SETTINGS = parsed("""
+    num_local_experts=6 num_experts_per_tok=2 moe_intermediate_size=48 attn_logit_softcapping=3.0
+    router_logit_softcapping=4.0 final_logit_softcapping=5.0 attn_output_multiplier=0.3 hidden_act=gelu
+    embedding_multiplier_scale=1.7 output_multiplier_scale=0.6 attn_temperature_len=16
+""")
+
+
+def nomic_bert_moe(w: Tensors, ids: NDArray[np.int64]) -> Array:
+    """Return the vectors [T, d] without the experts' bias, which files lack."""
+    x = w["embeddings.word_embeddings"][ids] + w["embeddings.token_type_embeddings"][0]
+    x = w.layer_norm(x, "emb_ln")
+    for i, at in enumerate(w.layers("encoder.layers")):
+        q, k, v = np.split(at.heads(x, "attn.Wqkv"), 3, axis=1)
+        y = at.linear(attend(rotate(q), rotate(k), v, causal=False), "attn.out_proj")
+        x, mlp = at.layer_norm(x + y, "norm1"), at.at("mlp")
+        if i % 2:
+            ups, downs = (mlp[f"experts.mlp.{name}"].reshape(6, 48, 64) for name in ("w1", "w2"))
+            weights = top(softmax(mlp.linear(x, "router.layer")), 2)
+            y = mixture(x, weights, lambda e, x, ups=ups, downs=downs: gelu(x @ ups[e].T) @ downs[e])
+        else:
+            y = mlp.linear(gelu(mlp.linear(x, "fc1")), "fc2")
+        x = at.layer_norm(x + y, "norm2")
+    return x
+
+
+def plamo_norm(x: Array, at: Tensors, name: str, offset: float = 1.0) -> Array:
+    return rms(x, at[name] + offset)
+
+
+def plamo_mlp(at: Tensors, x: Array) -> Array:
+    gate, up = np.split(at.linear(plamo_norm(x, at, "pre_mlp_norm"), "mlp.gate_up_proj"), 2, axis=1)
+    return x + plamo_norm(at.linear(silu(gate) * up, "mlp.down_proj"), at, "post_mlp_norm", 5**-1.5)
+
+
+def plamo_head(w: Tensors, x: Array) -> Array:
+    return plamo_norm(x, w, "model.norm") @ w["model.embed_tokens"].T
+
+
+def plamo3(w: Tensors, ids: NDArray[np.int64]) -> Array:
+    x = w["model.embed_tokens"][ids]
+    for i, at in enumerate(w.layers("model.layers.layers")):
+        mixer, is_full = at.at("mixer"), i % 3 == 2
+        q, k, v = np.split(mixer.heads(plamo_norm(x, at, "pre_mixer_norm"), "qkv_proj"), [4, 6], axis=1)
+        theta = 1e6 if is_full else 10_000.0
+        q, k = (rotate(plamo_norm(part, mixer, f"{name}_norm"), theta) for name, part in (("q", q), ("k", k)))
+        y = mixer.linear(attend(q, k, v, window=None if is_full else 7), "o_proj")
+        x = plamo_mlp(at, x + plamo_norm(y, at, "post_mixer_norm", 1 / 5))
+    return plamo_head(w, x)
+
+
+def plamo2_scan(at: Tensors, x: Array) -> Array:
+    """Return the result of PLaMo 2's recurrent block, for 8 heads of 16 values with 16 rows of state."""
+    n, inner = len(x), 128
+    z, x = np.moveaxis(at.linear(x, "in_proj").reshape(n, 8, 2, 16), 2, 0).reshape(2, n, inner)
+    padded = np.concatenate([np.zeros((3, inner)), x])
+    x = silu(sum(padded[i : i + n] * at["conv1d"][:, 0, i] for i in range(4)))
+    b, c, dt = np.split(at.linear(x, "bcdt_proj"), [16, 32], axis=1)
+    b, c, dt = (rms(part, at[f"{name}_norm_weight"]) for name, part in (("B", b), ("C", c), ("dt", dt)))
+    dt = np.logaddexp(0, at.linear(dt, "dt_proj") + at["dt_bias"])
+    state, ys = np.zeros((8, 16, 16)), []
+    for t in range(n):
+        heads = x[t].reshape(8, 16)
+        state = np.exp(-np.exp(at["A_log"]) * dt[t])[:, None, None] * state
+        state = state + b[t][None, :, None] * (dt[t][:, None] * heads)[:, None, :]
+        ys.append(np.einsum("hnp,n->hp", state, c[t]) + at["D"][:, None] * heads)
+    return at.linear(silu(z) * np.reshape(ys, (n, inner)), "out_proj")
+
+
+def plamo2(w: Tensors, ids: NDArray[np.int64], *, window: int | None = 7) -> Array:
+    x = w["model.embed_tokens"][ids]
+    for i, at in enumerate(w.layers("model.layers.layers")):
+        mixer, y = at.at("mixer"), plamo_norm(x, at, "pre_mixer_norm")
+        if i % 2:
+            q, k, v = np.split(mixer.heads(y, "qkv_proj"), [4, 6], axis=1)
+            q, k = rotate(rms(q, mixer["q_weight"])), rotate(rms(k, mixer["k_weight"]))
+            y = mixer.linear(attend(q, k, v, window=window if i == 1 else None), "o_proj")
+        else:
+            y = plamo2_scan(mixer, y)
+        x = plamo_mlp(at, x + plamo_norm(y, at, "post_mixer_norm", 1 / 5))
+    return plamo_head(w, x)
+
+
+PLAMO_SHAPES = """
+    model.embed_tokens V D
+    model.norm D
+    model.layers.layers.*.pre_mixer_norm D
+    model.layers.layers.*.post_mixer_norm D
+    model.layers.layers.*.pre_mlp_norm D
+    model.layers.layers.*.post_mlp_norm D
+    model.layers.layers.*.mlp.gate_up_proj 344 D
+    model.layers.layers.*.mlp.down_proj D F
+"""
+PLAMO2 = settings(
+    "plamo2",
+    "Plamo2ForCausalLM",
+    """
+    mamba_step=2 mamba_d_conv=4 mamba_d_state=16 mamba_num_heads=8 hidden_size_per_head=16 mamba_enabled=True
+    tie_word_embeddings=True head_dim=None
+    """,
+)
+PLAMO2_SHAPES = PLAMO_SHAPES + "".join(
+    f"""
+            model.layers.layers.{i}.mixer.in_proj 256 D
+            model.layers.layers.{i}.mixer.conv1d 128 1 4
+            model.layers.layers.{i}.mixer.bcdt_proj 96 128
+            model.layers.layers.{i}.mixer.dt_proj 8 64
+            model.layers.layers.{i}.mixer.dt_bias! 8
+            model.layers.layers.{i}.mixer.A_log! 8
+            model.layers.layers.{i}.mixer.D! 8
+            model.layers.layers.{i}.mixer.dt_norm_weight! 64
+            model.layers.layers.{i}.mixer.B_norm_weight! 16
+            model.layers.layers.{i}.mixer.C_norm_weight! 16
+            model.layers.layers.{i}.mixer.out_proj D 128
+            model.layers.layers.{i + 1}.mixer.qkv_proj 128 D
+            model.layers.layers.{i + 1}.mixer.q_weight! 4 16
+            model.layers.layers.{i + 1}.mixer.k_weight! 2 16
+            model.layers.layers.{i + 1}.mixer.o_proj D D
+            """
+    for i in (0, 2)
+)
 NO_HEADS = {"head_dim": None, "num_key_value_heads": None}
 SMALLTHINKER = parsed("""
     moe_num_primary_experts=6 moe_num_active_primary_experts=2 moe_ffn_hidden_size=48 intermediate_size=None
@@ -444,6 +618,103 @@ GPT2 = parsed("""
 """)
 
 WRITTEN = {
+    "grok": Written(settings("git", "Grok1ForCausalLM", **GROK_SETTINGS), GROK, partial(grok, has_mlp=False)),
+    "grok-2": Written(settings("git", "Grok1ForCausalLM", **GROK_SETTINGS), GROK + MLP, grok),
+    "nomic-bert-moe": Written(
+        parsed("""
+            model_type=nomic_bert n_embd=64 n_inner=48 n_layer=4 n_head=4 n_positions=2048 max_trained_positions=2048
+            layer_norm_epsilon=1e-5 vocab_size=300 activation_function=gelu causal=False prenorm=False num_experts=6
+            moe_every_n_layers=2 moe_top_k=2 qkv_proj_bias=True mlp_fc1_bias=True mlp_fc2_bias=True type_vocab_size=1
+            rotary_emb_base=10_000.0 rotary_emb_fraction=1.0 rotary_emb_interleaved=False
+        """)
+        | {"architectures": ["NomicBertModel"]},
+        """
+        embeddings.word_embeddings V D
+        embeddings.token_type_embeddings 1 D
+        emb_ln D
+        emb_ln.bias D
+        """
+        + "".join(
+            f"""
+            encoder.layers.{i}.attn.Wqkv 192 D
+            encoder.layers.{i}.attn.Wqkv.bias 192
+            encoder.layers.{i}.attn.out_proj D D
+            encoder.layers.{i}.attn.out_proj.bias D
+            encoder.layers.{i}.norm1 D
+            encoder.layers.{i}.norm1.bias D
+            encoder.layers.{i}.norm2 D
+            encoder.layers.{i}.norm2.bias D
+            """
+            + (
+                f"""
+                encoder.layers.{i}.mlp.router.layer E D
+                encoder.layers.{i}.mlp.experts.mlp.w1! 288 D
+                encoder.layers.{i}.mlp.experts.mlp.w2! 288 D
+                encoder.layers.{i}.mlp.experts.bias D
+                """
+                if i % 2
+                else f"""
+                encoder.layers.{i}.mlp.fc1 M D
+                encoder.layers.{i}.mlp.fc1.bias M
+                encoder.layers.{i}.mlp.fc2 D M
+                encoder.layers.{i}.mlp.fc2.bias D
+                """
+            )
+            for i in range(4)
+        ),
+        nomic_bert_moe,
+        is_encoder=True,
+    ),
+    "plamo2": Written(PLAMO2, PLAMO2_SHAPES, partial(plamo2, window=None), is_tied=True),
+    "plamo2-window": Written(
+        PLAMO2 | {"attention_window_size": 7, "full_attention_idx": [3]}, PLAMO2_SHAPES, plamo2, is_tied=True
+    ),
+    "plamo3": Written(
+        settings(
+            "plamo3",
+            "Plamo3ForCausalLM",
+            """
+            window_size=7 sliding_window_pattern=3 rope_theta=1e6 rope_local_theta=10_000.0 rope_scaling_factor=1
+            tie_word_embeddings=True
+            """,
+        ),
+        PLAMO_SHAPES
+        + """
+        model.layers.layers.*.mixer.qkv_proj 128 D
+        model.layers.layers.*.mixer.q_norm HD
+        model.layers.layers.*.mixer.k_norm HD
+        model.layers.layers.*.mixer.o_proj D D
+        """,
+        plamo3,
+        is_tied=True,
+    ),
+    "grovemoe": Written(
+        settings(
+            "grove_moe",
+            "GroveMoeForCausalLM",
+            "num_experts=6 num_experts_per_tok=2 moe_intermediate_size=48 norm_topk_prob=True decoder_sparse_step=1",
+        ),
+        EMBEDDING
+        + ATTENTION
+        + """
+        model.layers.*.self_attn.q_norm HD
+        model.layers.*.self_attn.k_norm HD
+        model.layers.*.mlp.gate E D
+        model.layers.*.mlp.expert_bias! E
+        model.layers.*.mlp.experts.{e}.gate_proj M D
+        model.layers.*.mlp.experts.{e}.up_proj M D
+        model.layers.*.mlp.experts.{e}.down_proj D M
+        """
+        + "".join(
+            f"""
+            model.layers.*.mlp.chunk_experts.{group}.gate_proj HD D
+            model.layers.*.mlp.chunk_experts.{group}.up_proj HD D
+            model.layers.*.mlp.chunk_experts.{group}.down_proj D HD
+            """
+            for group in range(3)
+        ),
+        grovemoe,
+    ),
     "talkie": Written(
         settings(
             "talkie", "TalkieForCausalLM", "n_layer=4 n_head=4 n_embd=64", num_key_value_heads=None, rms_norm_eps=None
