@@ -154,6 +154,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "kimi-linear": Architecture("kimi_linear", "Kimi Linear", "kimi_linear"),
     "kolibri1": Architecture("kolibri1", "Kolibri 1", "kolibri1"),
     "laguna": Architecture("laguna", "Laguna", "laguna"),
+    "lara_mini": Architecture("lara_mini", "Lara 4 Mini", "lara_mini"),
     "lfm2": Architecture("lfm2", "LFM2", "lfm2"),
     "lfm2moe": Architecture("lfm2", "LFM2 with experts", "lfm2_moe"),
     "lfm3": Architecture("lfm3", "LFM3", "lfm3"),

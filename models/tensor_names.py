@@ -20,6 +20,7 @@ _SIMILAR = {
     "hy_v4": "glm-dsa",
     "kolibri1": "qwen2moe glm4moe",
     "laguna": "qwen2moe step35",
+    "lara_mini": "qwen35moe",
     "lfm3": "lfm2moe",
     "maple": "qwen3moe",
     "mellum": "qwen3moe",

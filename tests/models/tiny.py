@@ -241,6 +241,11 @@ MUSE_GLIMMER = {
         pos_emb_width=4
     """),
 }
+LARA = DELTA_NET | {
+    "layer_types": ["linear_attention", "sliding_attention", "full_attention", "linear_attention"],
+    "rope_parameters": PLAIN_ROPE,
+    "tie_word_embeddings": True,
+}
 KOLIBRI = {"layer_types": [*["sliding_attention"] * 3, "full_attention"], "rope_parameters": PLAIN_ROPE}
 PHIMOE = parsed("attention_bias=True lm_head_bias=True head_dim=None original_max_position_embeddings=128") | {
     "rope_parameters": PLAIN_ROPE
@@ -936,6 +941,7 @@ TINY: dict[str, Tiny] = {
     "kolibri1": Tiny("kolibri1", "kolibri1", WINDOW | MIXTURE | SHARED_EXPERT | KOLIBRI),
     "laguna": Tiny("laguna", "laguna", LAGUNA),
     "laguna-by-value": Tiny("laguna", "laguna", LAGUNA | {"gating": "per-element"}),
+    "lara_mini": Tiny("lara_mini", "lara_mini", WINDOW | MIXTURE | SHARED_EXPERT | LARA),
     "lfm2": Tiny("lfm2", "lfm2", LFM2),
     "lfm2moe": Tiny("lfm2_moe", "lfm2moe", LFM2 | MIXTURE | {"num_dense_layers": 1}),
     "lfm3": Tiny("lfm3", "lfm3", WINDOW | LFM3),
