@@ -73,6 +73,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "apertus": Architecture("apertus", "Apertus", "apertus"),
     "arcee": Architecture("arcee", "AFM 4.5B", "arcee"),
     "arctic": Architecture("arctic", "Snowflake Arctic", "arctic"),
+    "axk2": Architecture("axk2", "A.X-K2", "axk2"),
     "baichuan": Architecture("baichuan", "Baichuan 1 and 2", "baichuan"),
     "bailingmoe": Architecture("bailingmoe", "Ling 1 and 1.5", "BailingMoeForCausalLM"),
     "bailingmoe2": Architecture("bailingmoe2", "Ling and Ring 2, Sarvam 30B", "bailing_moe sarvam_moe"),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 #: Tables with the names of architectures that have no table, or an incomplete one.
 _SIMILAR = {
+    "axk2": "glm-dsa",
     "bailingmoe": "bailingmoe2",
     "bailingmoe3": "kimi-linear bailingmoe2",
     "cohere2moe": "dots1 cohere2",

@@ -43,7 +43,7 @@ PAGE = Path(__file__).parents[2] / "docs/models.md"
 EXCEPTIONS = re.compile(
     r"general\.(name|size_label|finetune|basename|file_type|version|base_model.*|sampling.*)|tokenizer\..*"
     r"|(gemma2?|gptneox|phi2|stablelm)\.rope\.freq_base|.*\.expert_gating_func|gptneox\.attention\.head_count_kv"
-    r"|modern-bert\.attention\.layer_norm_rms_epsilon|nomic-bert\.attention\.(key|value)_length"
+    r"|modern-bert\.attention\.layer_norm_rms_epsilon|nomic-bert(-moe)?\.attention\.(key|value)_length"
     r"|laguna\.attention\.sliding_window_pattern|mimo2\.expert_weights_(norm|scale)"
     r"|eurobert\.classifier\.pooling_type|llama-embed\.pooling_type|minicpm3\.rope\.(freq_base|scaling\..*)|afmoe\.(attention\.sliding_window_pattern|expert_weights_norm)|chatglm\.context_length"
     r"|orion\.tensor_data_layout|gemma3n\.activation_sparsity_scale|xverse\.(vocab_size|tensor_data_layout)|pangu-embedded\.(vocab_size|rope\.dimension_count)"
@@ -201,6 +201,11 @@ RELEASED: dict[str, dict[str, Any]] = {
         num_attention_groups=2 norm_expert_weight=True moe_num_experts=6 moe_top_k=2 moe_layers_enum='1,2,3'
         attention_other_setting={'num_attention_heads':6} partial_rotary_factors=[0.5,1.0,1.0,1.0]
     """),
+    "nomic-bert-moe": parsed("""
+        num_hidden_layers=4 hidden_size=64 num_attention_heads=4 intermediate_size=48 layer_norm_eps=1e-5
+        max_position_embeddings=512
+    """)
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "nomic-bert": parsed("""
         num_key_value_heads=None head_dim=None rms_norm_eps=None n_positions=8192 activation_function=swiglu
         prenorm=False causal=False qkv_proj_bias=False mlp_fc1_bias=False mlp_fc2_bias=False rotary_emb_fraction=1.0

@@ -731,6 +731,7 @@ TINY: dict[str, Tiny] = {
     "afmoe": Tiny("afmoe", "afmoe", WINDOW | MIXTURE | AFMOE),
     "apertus": Tiny("apertus", "apertus", {"rope_parameters": LLAMA3}),
     "arcee": Tiny("arcee", "arcee", {"rope_parameters": YARN}),
+    "axk2": Tiny("axk2", "axk2", LATENTS | INDEXER | {"n_group": None, "topk_group": None}),
     "baichuan": Tiny("llama", "baichuan", {"num_key_value_heads": 4}, release=as_baichuan),
     "bailingmoe2": Tiny("sarvam_moe", "bailingmoe2", ROUTED | {"n_shared_experts": 1}),
     "bailingmoe3": Tiny("bailing_hybrid", "bailingmoe3", LING3),
