@@ -42,7 +42,8 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
         return array
     values = floats(array)
     inverse = np.float32(1) / max(np.abs(values).mean(dtype=np.float32), np.float32(1e-5))
-    return np.clip(np.round(values * inverse), -1, 1) / inverse
+    rounded: Array = np.clip(np.round(values * inverse), -1, 1) / inverse
+    return rounded
 
 
 def record(m: Header) -> Graph:

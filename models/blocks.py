@@ -95,7 +95,7 @@ def layer_norm(at: Layer, name: str, x: Tensor, n_heads: int = 1) -> Tensor:
 
 def norm_by_head(at: Layer, name: str, x: Tensor, n_heads: int) -> Tensor:
     """RMSNorm of heads with separate weights [n_heads, dim], or with one weight per head [n_heads, 1], or without."""
-    weight = None
+    weight: Weight | None = None
     if f"{name}.weight" in at.weights:
         full = f"{name}.weight"
         if at.weights.shape(full)[-1:] == (1,):
