@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph, Tensor
 from localllm.kernels.operations import Gated, Linears
 from localllm.models.blocks import Layer, attention, decoder, norm
@@ -49,6 +50,8 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 def record(m: Header) -> Graph:
     heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim)
     activation = m.meta.read("hidden_activation", str, "silu")
+    if activation not in ("silu", "relu2"):
+        raise ModelError(f"bitnet.hidden_activation is {quoted(activation)}; localllm supports silu and relu2")
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, norm(at, "attn_norm", x), heads, rope, residual=x, sub_norm="attn_sub_norm")
