@@ -20,9 +20,7 @@ from localllm.models.rope import make_rope
 
 HF_NAMES = {
     "self_attn.attn_sub_norm": "attn_sub_norm",
-    "self_attn.inner_attn_ln": "attn_sub_norm",
     "mlp.ffn_sub_norm": "ffn_sub_norm",
-    "mlp.ffn_layernorm": "ffn_sub_norm",
 }
 HF_MEANT = {"hidden_act": (*SILU, "relu2")} | implied("input_bits", 8) | implied("weight_bits", 1)
 

@@ -12,14 +12,6 @@ from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import implied
 
-HF_NAMES = {
-    "self_attn.language_expert_query_key_value": "attn_qkv",
-    "self_attn.language_expert_dense": "attn_output",
-    "self_attn.vision_expert_query_key_value": "vis_attn_qkv",
-    "self_attn.vision_expert_dense": "vis_attn_output",
-    **{f"mlp.language_mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
-    **{f"mlp.vision_mlp.{name}_proj": f"vis_{name}" for name in ("gate", "up", "down")},
-}
 HF_MEANT = implied("vision_config template_version")
 _VISION = ("vis_attn_qkv.weight", "vis_attn_output.weight", "vis_gate.weight", "vis_up.weight", "vis_down.weight")
 

@@ -23,7 +23,6 @@ HF_MEANT = (
     | implied("residual_moe merge_gate_up rope_rotate_half_dims", True, False)
     | implied("tie_word_embeddings max_attn_value context_len shared_experts_weights")
 )
-HF_NAMES = {"pre_moe_norm": "ffn_norm", "post_moe_norm": "post_ffw_norm"}
 #: Values of the first files, which lack the keys: factors of logits, embeddings and scores, and the soft-caps.
 LOGITS, EMBEDDING, SCORES, CAP = 3**-0.5, 78.38367176906169, 128**-0.5, 30.0
 

@@ -15,7 +15,6 @@ from localllm.models.hf_convert import expert_norm, window_keys
 from localllm.models.rope import make_rope
 
 HF_NAMES = {
-    "post_self_attn_layernorm": "post_attention_norm",
     "post_attn_norm": "post_attention_norm",
     "post_attention_layernorm": "ffn_norm",
     "post_mlp_layernorm": "post_ffw_norm",

@@ -15,7 +15,6 @@ from localllm.models.rope import make_rope
 
 HF_NAMES = {
     "embed": "token_embd",
-    "lm_head": "output",
     "attn.attn_query": "attn_q",
     "attn.attn_key": "attn_k",
     "attn.attn_value": "attn_v",
