@@ -143,14 +143,15 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class PositionScale:
-    """Factor on the queries at position p: 1 + rate * log(1 + floor((p + offset) / length)).
+    """Factor on the queries at position p: max(1, base + rate * log(1 + floor(max(p + offset, 0) / length))).
 
-    Sources: Llama 4's attention temperature (offset 1); Ministral 3's (offset 0).
+    Sources: Llama 4's attention temperature (offset 1); Ministral 3's (offset 0); Grok 2's (base 0, offset -1).
     """
 
     rate: float
     length: int
     offset: int = 0
+    base: float = 1.0
 
 
 @dataclass(frozen=True)

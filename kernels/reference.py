@@ -38,6 +38,7 @@ from localllm.kernels.buffers import Buffer, assign
 from localllm.kernels.cache_rounding import CODE_BITS, LARGEST_CODE, LARGEST_HALF, NEGLIGIBLE, VALUES_PER_SCALE
 from localllm.kernels.embedding import CopiedTable, NgramRows
 from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.operations.experts import SPARSEMIXER_DISTANCE
 from localllm.kernels.operations.recurrent import side_by_side
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import LUTType, dequantize_lut
@@ -588,7 +589,7 @@ class _Run:
     def route(self, op: ops.Route) -> ChosenExperts:
         logits = self.values[op.logits]
         probabilities = GATING_FUNCTIONS[op.gating](logits)
-        scores = logits if op.is_by_logits else probabilities
+        scores = logits if op.is_by_logits or op.gating == "sigmoid_of_best" else probabilities
         if op.selection_bias is not None:
             scores = scores + self.arrays[op.selection_bias]
         if op.expert_ids is not None:
@@ -603,7 +604,9 @@ class _Run:
             scores = groups.reshape(scores.shape)
         ids = np.argsort(-scores, axis=1, kind="stable")[:, : op.k]
         weights = np.take_along_axis(probabilities, ids, axis=1)
-        if op.norm_topk_prob and op.gating == "softmax":
+        if op.gating == "sparsemixer":
+            weights = sparsemixer_weights(logits, ids)
+        elif op.norm_topk_prob and op.gating == "softmax":
             weights = softmax(np.take_along_axis(logits, ids, axis=1))
         elif op.norm_topk_prob:
             weights = weights / weights.sum(axis=1, keepdims=True)
@@ -698,8 +701,8 @@ def rotate(x: Array, positions: NDArray[np.int32], rope: g.Rope) -> Array:
 
 
 def position_factors(scale: g.PositionScale, positions: NDArray[np.int32]) -> NDArray[np.float32]:
-    factors = 1 + scale.rate * np.log1p((positions + scale.offset) // scale.length)
-    return np.asarray(factors, np.float32)
+    factors = scale.base + scale.rate * np.log1p(np.maximum(positions + scale.offset, 0) // scale.length)
+    return np.asarray(np.maximum(factors, 1), np.float32)
 
 
 def in_range(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -783,6 +786,11 @@ def gelu_quick(x: Array) -> Array:
     return x * sigmoid(np.float32(1.702) * x)
 
 
+def relu(x: Array) -> Array:
+    """max(x, 0)."""
+    return np.maximum(x, np.float32(0))
+
+
 def relu2(x: Array) -> Array:
     """max(x, 0)². Source: Primer, arXiv:2109.08668."""
     return np.square(np.maximum(x, 0))
@@ -792,6 +800,17 @@ def clamped_swiglu(gate: Array, up: Array) -> Array:
     """Activation of gpt-oss, see `localllm.kernels.operations.Gated`."""
     gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
     return gate * sigmoid(np.float32(1.702) * gate) * (up + 1)
+
+
+def sparsemixer_weights(logits: Array, ids: Array) -> Array:
+    """Return the weights [T, k] of selected experts, see `localllm.kernels.operations.Route`."""
+    left, weights = logits.copy(), np.empty(ids.shape, np.float32)
+    for rank in range(ids.shape[1]):
+        best = np.take_along_axis(logits, ids[:, rank, None], axis=1)
+        is_near = best - left <= np.float32(SPARSEMIXER_DISTANCE) * np.maximum(np.abs(logits), best)
+        weights[:, rank] = 1 / np.where(is_near, np.exp(np.minimum(left - best, 0)), 0).sum(axis=1)
+        np.put_along_axis(left, ids[:, rank, None], -np.inf, axis=1)
+    return weights
 
 
 def sqrt_softplus(x: Array) -> Array:
@@ -808,6 +827,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": gelu,
     "gelu_erf": gelu_erf,
     "gelu_quick": gelu_quick,
+    "relu": relu,
     "relu2": relu2,
     "tanh": np.tanh,
     "sigmoid": sigmoid,
@@ -819,4 +839,6 @@ GATING_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "softmax": softmax,
     "sigmoid": sigmoid,
     "sqrt_softplus": sqrt_softplus,
+    "sigmoid_of_best": sigmoid,
+    "sparsemixer": identity,
 }

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph, Tensor
 from localllm.kernels.operations import Embed
-from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, layer_norm, mlp
+from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, layer_norm, mixture, mlp
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, encoder_keys
 from localllm.models.rope import make_rope
@@ -43,7 +43,8 @@ def _first_position(config: Any) -> int:
 def record(m: Header) -> Graph:
     heads, n_ff, d = m.heads(), m.mlp_width(), m.config.n_embd
     falls, has_positions = m.config.architecture == "jina-bert-v2", m.config.architecture == "bert"
-    rope = None if falls or has_positions else make_rope(m, heads.key_dim)
+    rope, experts = None if falls or has_positions else make_rope(m, heads.key_dim), m.experts(norm_topk_prob=False)
+    m.meta.skip("moe_every_n_layers")  # the tensors show which layers have experts
     options: Any = {
         "max_bias": m.meta.read("attention.max_alibi_bias", float, 8.0, low=0.0, high=1e3) if falls else 0
     }
@@ -64,7 +65,9 @@ def record(m: Header) -> Graph:
         x = layer_norm(at, "attn_output_norm", y)
         if "attn_norm_2.weight" in at.weights:
             x = layer_norm(at, "attn_norm_2", add(at, x, layer_input))
-        if "ffn_gate.weight" in at.weights or at.weights.n_rows("ffn_up.weight") == 2 * n_ff:
+        if experts and at.weights.n_rows("ffn_gate_inp.weight"):
+            y = mixture(at, x, experts, residual=x, activation="gelu_erf")
+        elif "ffn_gate.weight" in at.weights or at.weights.n_rows("ffn_up.weight") == 2 * n_ff:
             y = gated_mlp(at, x, n_ff, residual=x, activation="gelu_erf" if falls else "silu")
         else:
             y = mlp(at, x, n_ff, residual=x, activation="gelu_erf")

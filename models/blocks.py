@@ -14,11 +14,11 @@ from typing import Any, Literal, TypeVar
 
 from localllm.errors import ModelError
 from localllm.kernels import graph as g, operations as ops
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph, Tensor, Weight
 from localllm.models.config import Experts, FeedForward, Header, Heads, ModelMetadata
 from localllm.models.mtp import record_block
 from localllm.models.rope import make_rope
-from localllm.models.weights import Reshaped, Weights, slopes, split_rows
+from localllm.models.weights import Repeated, Reshaped, Weights, slopes, split_rows
 from localllm.quant.types import GGMLType
 
 R = TypeVar("R", bound=Any)
@@ -86,9 +86,23 @@ def norm(at: Layer, name: str, x: Tensor) -> Tensor:
 
 def layer_norm(at: Layer, name: str, x: Tensor, n_heads: int = 1) -> Tensor:
     """LayerNorm of complete rows, or of ``n_heads`` heads with separate weights. The bias is optional."""
-    bias = at.weights.find(f"{name}.bias", x.width)
-    weight = at.weights.vector(name, x.width, n_heads)
+    shape = (x.width,) if n_heads == 1 else (n_heads, x.width // n_heads)
+    bias, weight = at.weights.find(f"{name}.bias", *shape), at.weights.vector(name, x.width, n_heads)
+    if bias is not None and n_heads > 1:
+        bias = Reshaped(bias, (x.width,))
     return at.add(ops.LayerNorm(x, weight, bias, at.norm_eps, n_heads))
+
+
+def norm_by_head(at: Layer, name: str, x: Tensor, n_heads: int) -> Tensor:
+    """RMSNorm of heads with separate weights [n_heads, dim], or with one weight per head [n_heads, 1], or without."""
+    weight: Weight | None = None
+    if f"{name}.weight" in at.weights:
+        full = f"{name}.weight"
+        if at.weights.shape(full)[-1:] == (1,):
+            weight = Repeated(at.weights.require(full, n_heads, 1), x.width // n_heads)
+        else:
+            weight = at.weights.vector(name, x.width, n_heads)
+    return at.add(ops.RMSNorm(x, weight, at.norm_eps, n_heads))
 
 
 def add(at: Layer, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
@@ -119,12 +133,16 @@ def decoder(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     deepstack: Mapping[int, int] | None = None,
+    n_loops: int = 1,
+    norms_loops: bool = False,
+    logit_bias: Weight | None = None,
 ) -> Graph:
     """Record a decoder: embedding, layers, final norm and head, from token ids to logits [N, n_vocab].
 
     An embedding model (`Header.pooling`) has no head, and its graph ends with the pooling's input [N, d]. If batches
     contain images, further embeddings of the images are added after the layers in ``deepstack``, which has the number
-    of the embedding by layer.
+    of the embedding by layer. All layers run ``n_loops`` times with the same weights and with separate caches. With
+    ``norms_loops``, the final norm follows each loop. ``logit_bias`` [n_vocab] is added to the logits.
     """
     config, weights, graph = m.config, m.weights, Graph(m.cache_type)
     d, eps = config.n_embd, m.norm_eps if norm_eps is None else norm_eps
@@ -139,13 +157,16 @@ def decoder(
     if change_embedding is not None:
         x = embedding = change_embedding(Layer(-1, graph, weights, d, eps, x), x)
     graph.name("embedding", x)
-    for i in range(config.n_layers):
-        graph.layer = i
+    for place in range(config.n_layers * n_loops):
+        i = place % config.n_layers
+        graph.layer = place
         graph.name("input", x)
+        if norms_loops and place and not i:
+            x = norm(Layer(i, graph, weights, d, eps, embedding), "output_norm", x)
         x = record_layer(Layer(i, graph, weights.layer(i), d, eps, embedding, m.is_causal), x)
         graph.name("output", x)
-        if m.sees and deepstack and i in deepstack:
-            x = graph.add(ops.AddRows(x, deepstack[i]))
+        if m.sees and deepstack and place in deepstack:
+            x = graph.add(ops.AddRows(x, deepstack[place]))
     graph.layer = "output"
     at = Layer(-1, graph, weights, d, eps, embedding)
     x = at.add(ops.Outputs(x))  # [N, d]
@@ -155,7 +176,8 @@ def decoder(
     if m.pooling is not None:
         weights.skip("output.weight")
         return graph
-    logits = at.add(ops.Linear(x, weights.matrix("output", d, config.n_vocab, tied_to="token_embd")))
+    head = weights.matrix("output", d, config.n_vocab, tied_to="token_embd")
+    logits = at.add(ops.Linear(x, head if logit_bias is None else replace(head, bias=logit_bias)))
     if logit_scale != 1:
         logits = at.add(ops.Scale(logits, logit_scale))
     if softcap is not None:
@@ -255,7 +277,7 @@ def gpt_like(
 
 
 #: Norm of query and key, see `attention`.
-QKNorm = Literal["head", "row", "layer", "layer by head", "unweighted"]
+QKNorm = Literal["head", "by head", "row", "layer", "layer by head", "unweighted"]
 
 
 def attention(
@@ -281,6 +303,7 @@ def attention(
     max_bias: float = 0.0,
     has_spans: bool = False,
     select: Select | None = None,
+    sub_norm: str | None = None,
 ) -> Tensor:
     """Grouped-query attention with rotary positions.
 
@@ -290,7 +313,8 @@ def attention(
         scale: factor on scores; by default 1 / √key_dim.
         qkv_bias: whether query, key and value must have biases; by default, biases are optional.
         qkv_by_head: whether ``attn_qkv`` contains the rows of query, key and value head by head.
-        qk_norm: norm of query and key. "head": an RMSNorm of each head; "row": an RMSNorm of complete rows;
+        qk_norm: norm of query and key. "head": an RMSNorm of each head; "by head": an RMSNorm of each head, with
+            separate weights (`norm_by_head`); "row": an RMSNorm of complete rows;
             "unweighted": an RMSNorm of each head without weights; "layer": a LayerNorm of complete rows; "layer by
             head": a LayerNorm of each head, with separate weights.
         norm_last: whether heads are normed after the rotation.
@@ -302,6 +326,7 @@ def attention(
         max_bias: largest bias of the ALiBi slopes (`localllm.models.weights.slopes`); 0 for no slopes.
         has_spans: whether tokens of an image see each other.
         select: selects the positions that tokens see.
+        sub_norm: name of an RMSNorm before the last matrix; None for no norm.
     """
     q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, qkv_by_head=qkv_by_head, has_gate=has_gate)
     if clamp:
@@ -322,6 +347,8 @@ def attention(
     if gate is not None:
         by_head = gate.width == heads.n
         y = at.add(ops.HeadGate(y, gate, gate_activation) if by_head else ops.Gated(gate, y, gate_activation))
+    if sub_norm is not None:
+        y = norm(at, sub_norm, y)
     return at.linear(y, "attn_output", at.n_embd, residual=residual)
 
 
@@ -333,6 +360,8 @@ def _normed_query_key(
         return q, k, None, None
     if qk_norm == "row":
         return norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k), None, None
+    if qk_norm == "by head":
+        return norm_by_head(at, "attn_q_norm", q, heads.n), norm_by_head(at, "attn_k_norm", k, heads.n_kv), None, None
     if qk_norm in ("layer", "layer by head"):
         n, n_kv = (heads.n, heads.n_kv) if qk_norm == "layer by head" else (1, 1)
         return layer_norm(at, "attn_q_norm", q, n), layer_norm(at, "attn_k_norm", k, n_kv), None, None

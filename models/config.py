@@ -402,6 +402,14 @@ class Header:
         has_mlp = experts is None or n_dense or step != 1
         return FeedForward(self.mlp_width() if has_mlp else 0, experts, n_dense, step)
 
+    def required_experts(self, **defaults: Any) -> Experts:
+        """Return the mixture of experts: see `experts`. Raises ModelError for a file without experts."""
+        experts = self.experts(**defaults)
+        if experts is None:
+            name = f"{self.meta.architecture}.expert_count"
+            raise ModelError(f"the file has no {name}, which its layers need: is it complete?")
+        return experts
+
     def experts(self, *, norm_topk_prob: bool = True, gating: str = "softmax", n_shared: int = 0) -> Experts | None:
         """Return the mixture of experts, or None without one. The arguments are defaults for optional keys."""
         meta = self.meta

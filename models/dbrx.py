@@ -47,10 +47,8 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 
 def record(m: Header) -> Graph:
-    heads, experts, rope = m.heads(), m.experts(), make_rope(m, m.heads().key_dim)
+    heads, experts, rope = m.heads(), m.required_experts(), make_rope(m, m.heads().key_dim)
     clamp = m.meta.read("attention.clamp_kqv", float, low=0.0, high=1e6)
-    if experts is None:
-        raise ModelError("the file has no dbrx.expert_count, which a dbrx model needs: is it complete?")
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, layer_norm(at, "attn_norm", x), heads, rope, clamp=clamp, residual=x)

@@ -16,7 +16,7 @@ import numpy as np
 from localllm.errors import ModelError, quoted
 from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models.blocks import Layer, decoder, feed_forward, norm, read_q_scale
+from localllm.models.blocks import Layer, RecordNorm, decoder, feed_forward, norm, read_q_scale
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, routing_keys
 from localllm.models.rope import make_rope, read_rope, yarn_mscale
@@ -110,15 +110,16 @@ class Latents:
 Select = Callable[[Layer, Tensor, Tensor], Tensor | None]
 
 
-def record(m: Header, select: Select | None = None) -> Graph:
+def record(m: Header, select: Select | None = None, layer_norm: RecordNorm = norm) -> Graph:
     rope, scale = make_latent_rope(m)
     latents, q_scale = Latents.read(m, scale), read_q_scale(m)
     is_biased = f"blk.{m.config.n_layers - 1}.exp_probs_b.bias" in m.weights
     ffn = m.feed_forward(m.experts(norm_topk_prob=False, gating="sigmoid" if is_biased else "softmax"))
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        x = latent_attention(at, norm(at, "attn_norm", x), latents, rope, residual=x, q_scale=q_scale, select=select)
-        return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x)
+        y = layer_norm(at, "attn_norm", x)
+        x = latent_attention(at, y, latents, rope, residual=x, q_scale=q_scale, select=select)
+        return feed_forward(at, layer_norm(at, "ffn_norm", x), ffn, residual=x)
 
     return decoder(m, layer)
 
@@ -150,16 +151,25 @@ def latent_attention(
     has_sinks: bool = False,
     select: Select | None = None,
 ) -> Tensor:
-    """Latent attention to the positions from ``select``, by default all. Without ``rope``, nothing is rotated."""
+    """Latent attention to the positions from ``select``, by default all. Without ``rope``, nothing is rotated.
+
+    A file may contain ``attn_q_gate`` instead of ``attn_q_b``: the rows of each head's query and gate, for the normed
+    and the raw result of ``attn_q_a``.
+    """
     w, d, n, n_latent = at.weights, at.n_embd, latents.n_heads, latents.n_latent
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot
-    keys, selected = w.matrix("attn_kv_a_mqa", d, cached), None
+    keys, selected, gate = w.matrix("attn_kv_a_mqa", d, cached), None, None
     if latents.n_query:
-        q, k = at.add(ops.Linears(x, (w.matrix("attn_q_a", d, latents.n_query), keys)))
-        q = norm(at, "attn_q_a_norm", q)
+        raw, k = at.add(ops.Linears(x, (w.matrix("attn_q_a", d, latents.n_query), keys)))
+        q = norm(at, "attn_q_a_norm", raw)
         if select is not None:
             selected = select(at, x, q)
-        q = at.add(ops.Linear(q, w.matrix("attn_q_b", latents.n_query, width)))
+        if "attn_q_gate.weight" in w:
+            widths = {"query": width, "gate": n * latents.value_dim}
+            matrices = w.split("attn_q_gate", 2 * latents.n_query, widths, n_groups=n)
+            q, gate = at.add(ops.Linears(at.add(ops.SideBySide((q, raw))), matrices))
+        else:
+            q = at.add(ops.Linear(q, w.matrix("attn_q_b", latents.n_query, width)))
     else:
         q, k = at.add(ops.Linears(x, (w.matrix("attn_q", d, width), keys)))
     if "attn_k_b.weight" in w:
@@ -170,7 +180,8 @@ def latent_attention(
         both = w.require("attn_kv_b.weight", n * (n_nope + latents.value_dim), n_latent)
         to_latents = HeadsOf(both, n, range(n_nope), is_transposed=True)
         from_latents = HeadsOf(both, n, range(n_nope, n_nope + latents.value_dim))
-    gate = at.linear(x, "attn_gate", w.n_rows("attn_gate.weight")) if has_gate else None
+    if has_gate:
+        gate = at.linear(x, "attn_gate", w.n_rows("attn_gate.weight"))
     sinks = w.vector("attn_sinks", n) if has_sinks else None
     cache = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True)
     k_norm = g.HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))

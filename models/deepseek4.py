@@ -178,11 +178,7 @@ class AttentionConfig:
 
 def record(m: Header) -> Graph:
     attention, connections = AttentionConfig.read(m), hy_v4.Connections.read(m, magnitude=2.0)
-    experts, limits = m.experts(gating="sqrt_softplus"), m.gate_limits()
-    if experts is None:
-        raise ModelError(
-            f"the file has no {m.meta.architecture}.expert_count, which its layers need: is it complete?"
-        )
+    experts, limits = m.required_experts(gating="sqrt_softplus"), m.gate_limits()
     experts = replace(experts, limits_input=True)
     n_hashed = m.meta.read("hash_layer_count", int, low=0, high=1 << 16)
     attend = _Attention(m, attention).attend

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 #: Tables with the names of architectures that have no table, or an incomplete one.
 _SIMILAR = {
+    "axk2": "glm-dsa",
     "bailingmoe": "bailingmoe2",
     "bailingmoe3": "kimi-linear bailingmoe2",
     "cohere2moe": "dots1 cohere2",
@@ -18,8 +19,11 @@ _SIMILAR = {
     "granite_swa": "granitehybrid",
     "hy_v3": "hunyuan-moe dots1",
     "hy_v4": "glm-dsa",
+    "kolibri1": "qwen2moe glm4moe",
     "laguna": "qwen2moe step35",
+    "lara_mini": "qwen35moe",
     "lfm3": "lfm2moe",
+    "maple": "qwen3moe",
     "mellum": "qwen3moe",
     "minimax-m3": "kimi-linear minimax-m2",
     "muse-glimmer": "gemma3 afmoe",
@@ -39,7 +43,7 @@ _CLASSIFIER = {"dense": "pooler.dense.", "out_proj": "classifier."}
 #: Suffixes of the limits of a matrix's input and output (Gemma 4).
 _CLAMPS = (".input_min", ".input_max", ".output_min", ".output_max")
 #: Start of the names of tensors in layers.
-LAYER = r"(?:\w+\.)?(?:layers?|h|blocks?|transformer_encoder)\.(\d+)\."
+LAYER = r"(?:model\.)?(?:\w+\.)?(?:layers?|h|blocks?|transformer_encoder)\.(\d+)\."
 
 
 def tensor_names(architecture: str, exceptions: Mapping[str, str]) -> dict[str, str]:
@@ -58,7 +62,9 @@ def tensor_names(architecture: str, exceptions: Mapping[str, str]) -> dict[str, 
     tables = ("llama", *_SIMILAR.get(architecture, architecture).split())
     names: dict[str, str] = {}
     for number in (numbers[table] for table in tables if table in numbers):
-        for theirs, (_, ours) in TensorNameMap(number, n_blocks=1).mapping.items():
+        # Some architectures change the class's table of layers, which must stay unchanged for others.
+        copied = {"block_mappings_cfg": dict(TensorNameMap.block_mappings_cfg)}
+        for theirs, (_, ours) in type("Names", (TensorNameMap,), copied)(number, n_blocks=1).mapping.items():
             _, in_layer, name = ours.rpartition("blk.0.")
             names[f"*.{theirs.partition('.0.')[2]}" if in_layer else theirs] = name
     changes = {**_COMMON, **exceptions}

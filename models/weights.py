@@ -224,6 +224,43 @@ class ArrayWeight:
         """Do nothing, because no file is mapped."""
 
 
+@dataclass(frozen=True, eq=False)
+class Repeated(FloatView):
+    """A vector that repeats each value of a weight [n, 1] ``times`` times in a row."""
+
+    times: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.whole.name}, repeated"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.whole.shape[0] * self.times,)
+
+    def values(self) -> NDArray[np.float32]:
+        return np.repeat(floats(self.whole).reshape(-1), self.times)
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedExperts(WeightView):
+    """Matrices of groups of ``times`` experts [n, …], repeated for each expert of a group: [n * times, …]."""
+
+    times: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.whole.name}, repeated"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.whole.shape[0] * self.times, *self.whole.shape[1:])
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        return np.repeat(self.whole.data, self.times, axis=0)
+
+
 def slopes(n: int, max_bias: float) -> ArrayWeight:
     """Return the ALiBi slopes [n]: the decrease of each head's scores per position between query and key.
 

@@ -154,9 +154,9 @@ class BatchTables:
         return self._ropes[rope]
 
     def position_factors(self, scale: PositionScale) -> Buffer:
-        """Return float32 [n]: number i is the factor of the positions p with (p + offset) // length = i."""
+        """Return float32 [n]: number i is the factor of positions p with max(p + offset, 0) // length = i."""
         if scale not in self._scales:
-            n = (self.n_blocks * PAGE + scale.offset) // scale.length + 1
+            n = max(0, self.n_blocks * PAGE + scale.offset) // scale.length + 1
             self._scales[scale] = Buffer(4 * n, is_kept=True)
         return self._scales[scale]
 
@@ -180,7 +180,8 @@ class BatchTables:
             view(buffer, np.float32, len(rope.frequencies), 2)
         for scale, buffer in self._scales.items():
             view(buffer, np.float32)
-            self._views[buffer][:] = 1 + scale.rate * np.log1p(np.arange(buffer.n_bytes // 4))
+            factors = scale.base + scale.rate * np.log1p(np.arange(buffer.n_bytes // 4))
+            self._views[buffer][:] = np.maximum(factors, 1)
         self._views[self.header][:] = 1
 
     def header_numbers(self) -> NDArray[np.int64]:

@@ -284,9 +284,18 @@ def gelu_quick(g, u):
 
 
 @device
+def positive(g):
+    return select_between(as_int(g), zero_i32x16(), splat_int(NAN_BITS), g, zero_f32x16())
+
+
+@device
+def relu(g, u):
+    return positive(g) * u
+
+
+@device
 def relu2(g, u):
-    positive = select_between(as_int(g), zero_i32x16(), splat_int(NAN_BITS), g, zero_f32x16())
-    return positive * positive * u
+    return positive(g) * positive(g) * u
 
 
 @device
@@ -609,7 +618,7 @@ def rope_append(
             row = q + token * q_stride + 4 * head * key_dim
             turn_head(row, Q_NORM, n_q_norm, q_weight, q_eps, turn, n_pairs, pair_step, pair_offset)
             if SCALES_Q:
-                factor = load_f32(factors + 4 * ((position + factor_offset) // factor_length))
+                factor = load_f32(factors + 4 * (max(position + factor_offset, 0) // factor_length))
                 for i in range(key_dim):
                     store_f32(row + 4 * i, load_f32(row + 4 * i) * factor)
             if KEY_ROTATION:

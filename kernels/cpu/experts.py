@@ -32,9 +32,10 @@ from localllm.kernels.cpu.matmul import (
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range
 from localllm.kernels.cpu.tiles import TOKENS, X_STEP, x_tile_bytes
-from localllm.kernels.operations.experts import MAX_GROUPS
+from localllm.kernels.operations.experts import MAX_GROUPS, SPARSEMIXER_DISTANCE
 
 NONE = np.int64(-1)
+DISTANCE = np.float32(SPARSEMIXER_DISTANCE)
 INFINITY = np.float32(np.inf)
 
 #: Bytes of an entry, which describes an active expert: its number, its first place, and its number of pairs.
@@ -71,6 +72,18 @@ def sum_of_exps(row, n, peak):
 
 
 @device
+def sum_of_near(row, n, expert):
+    """Return the divisor of an expert's weight in "sparsemixer", see `localllm.kernels.operations.Route`."""
+    best, total = load_logit(row + 4 * expert), np.float32(0)
+    for other in range(n):
+        logit = load_logit(row + 4 * other)
+        is_left = logit < best or (logit == best and other >= expert)
+        if is_left and best - logit <= DISTANCE * max(abs(logit), best):
+            total += exp_of(logit - best)
+    return total
+
+
+@device
 def best_of_group(row, n, n_best):
     """Return the largest of a row of n values, or the sum of the two largest."""
     first, second = -INFINITY, -INFINITY
@@ -92,9 +105,10 @@ def expert_scores(
 ):  # fmt: skip
     """Compute probabilities of experts, and the scores that select experts; a unit of work is a token.
 
-    GATING: 0 softmax, 1 sigmoid, 2 √softplus.  scores: probabilities (+ bias), or -infinity outside the
-    ``n_top_groups`` best groups.  Groups are ordered by their best score, or by the sum of their two best scores
-    (``n_best``).  With ``expert_ids``, float32 [T, k], scores are -infinity except for these experts.
+    GATING: 0 softmax, 1 sigmoid, 2 √softplus, 3 sigmoid of logits that select.  scores: probabilities, or with 3
+    logits, (+ bias), or -infinity outside the ``n_top_groups`` best groups.  Groups are ordered by their best score,
+    or by the sum of their two best scores (``n_best``).  With ``expert_ids``, float32 [T, k], scores are -infinity
+    except for these experts.
     """
     sums = stack(4 * MAX_GROUPS)
     size = n_experts // n_groups
@@ -110,11 +124,13 @@ def expert_scores(
             x = load_f32x16(row + i)
             if GATING == 0:
                 p = exp(x - splat(peak)) * splat(inverse)
-            elif GATING == 1:
+            elif GATING == 1 or GATING == 3:
                 p = sigmoid(x)
             else:
                 p = sqrt_lanes(softplus(x))
             store_f32x16(to + i, p)
+            if GATING == 3:
+                p = x
             if bias != 0:
                 p = p + load_f32x16(bias + i)
             store_f32x16(score + i, p)
@@ -147,7 +163,7 @@ def route(
 
     ids: int64 [T, k].  expert_weights: float32 [T, k], softmax of all logits or, with ``norm_topk_prob``, of the
     selected logits.  With PROBABILITIES, logits only select experts; the weights are probabilities, optionally
-    divided by their sum.
+    divided by their sum.  With MIXES, the gating "sparsemixer" computes weights.
     factors: float32 [n_experts], factors of the weights, or 0.
     """
     for token in range(begin, end):
@@ -162,6 +178,14 @@ def route(
                     best_id, best = np.int64(expert), logit
             store_i64(ids + first_choice + 8 * rank, best_id)
             last_id, last = best_id, best
+        if MIXES:
+            for rank in range(k):
+                expert = load_i64(ids + first_choice + 8 * rank)
+                weight = scale / sum_of_near(row, n_experts, expert)
+                if factors != 0:
+                    weight = weight * load_f32(factors + 4 * expert)
+                store_f32(expert_weights + first_choice // 2 + 4 * rank, weight)
+            continue
         if PROBABILITIES:
             row = probabilities + token * stride
         peak = load_f32(row + 4 * load_i64(ids + first_choice))

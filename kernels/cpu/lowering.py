@@ -57,8 +57,8 @@ _SLOTS = {Rows.TOKENS: N_TOKENS, Rows.OUTPUTS: N_OUTPUTS, Rows.CHOSEN: N_CHOSEN}
 
 _ACTIVATIONS = {
     "silu": elementwise.silu, "gelu": elementwise.gelu, "gelu_erf": elementwise.gelu_erf,
-    "gelu_quick": elementwise.gelu_quick, "relu2": elementwise.relu2, "tanh": elementwise.tanh_of_gate,
-    "sigmoid": elementwise.sigmoid_of_gate, "identity": elementwise.identity,
+    "gelu_quick": elementwise.gelu_quick, "relu": elementwise.relu, "relu2": elementwise.relu2,
+    "tanh": elementwise.tanh_of_gate, "sigmoid": elementwise.sigmoid_of_gate, "identity": elementwise.identity,
     "clamped_swiglu": elementwise.clamped_swiglu, "softplus": elementwise.softplus_of_gate,
 }  # fmt: skip
 
@@ -735,7 +735,7 @@ class CPULowering:
             logits=scores, probabilities=probabilities, stride=logits.stride, n_experts=n_experts, k=op.k,
             norm_topk_prob=int(op.norm_topk_prob), ids=choice.ids, expert_weights=choice.weights,
             factors=self.weights.vector(op.expert_scales), scale=float(op.scale),
-            constants={"PROBABILITIES": probabilities is not None},
+            constants={"PROBABILITIES": probabilities is not None, "MIXES": op.gating == "sparsemixer"},
         )  # fmt: skip
         self.call(
             expert_kernels.group_by_expert, 1, ALWAYS,

@@ -149,8 +149,8 @@ DEVICE void rotate(float (&x)[GROUPS], float* row, const float2* turns, int n_pa
 // position on an axis, `axes` int32 [4, axes_stride]; the axis of each pair, int32 [n_pairs], follows the phases.
 // `POSITION_OFFSET` is added to positions.
 // q, k: float32 [T, heads * KEY_DIM]; v: float32 [T, heads * VALUE_DIM], which may be k; strides in values.
-// norm_last: whether norms follow the rotation.  Queries at position p are multiplied by 1 + rate *
-// log(1 + floor((p + offset) / length)), if the rate is not 0.
+// norm_last: whether norms follow the rotation.  Queries at position p are multiplied by max(1, base +
+// rate * log(1 + floor(max(p + offset, 0) / length))), if the rate is not 0.
 // keys, values, key_scales, value_scales: of the layer.
 extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
     rope_append(const int* __restrict__ header, const int* __restrict__ slots, const int* __restrict__ positions,
@@ -159,8 +159,8 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
                 int q_stride, const float* __restrict__ k, int k_stride, const float* __restrict__ v, int v_stride,
                 int n_heads, int n_kv_heads, const float* __restrict__ q_weight, int n_q_norm, float q_eps,
                 const float* __restrict__ k_weight, int n_k_norm, float k_eps, const float* __restrict__ v_weight,
-                int n_v_norm, float v_eps, int norm_last, float rate, int length, int offset, uint8_t* keys,
-                uint16_t* key_scales, uint8_t* values, uint16_t* value_scales) {
+                int n_v_norm, float v_eps, int norm_last, float rate, int length, int offset, float base,
+                uint8_t* keys, uint16_t* key_scales, uint8_t* values, uint16_t* value_scales) {
   __shared__ float2 turns[HEAD / 2];
   __shared__ float heads[HEADS_PER_BLOCK][HEAD];
   const int token = blockIdx.y, lane = threadIdx.x % WARP;
@@ -201,7 +201,8 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
 
   if (is_query) {
     float* const to = q + (size_t)token * q_stride + head * KEY_DIM;
-    const float factor = rate != 0.0f ? 1.0f + rate * logf(1.0f + (position + offset) / length) : 1.0f;
+    const float number = 1.0f + max(position + offset, 0) / length;
+    const float factor = rate != 0.0f ? fmaxf(1.0f, base + rate * logf(number)) : 1.0f;
 #pragma unroll
     for (int group = 0; group < GROUPS; group++)
       if (group * PER_SCALE + lane < KEY_DIM) to[group * PER_SCALE + lane] = x[group] * factor;

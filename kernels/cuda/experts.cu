@@ -10,7 +10,21 @@ constexpr int ROUTE_WARPS = 4, GROUP_THREADS = 1024, MAX_EXPERTS = GROUP_THREADS
 constexpr int MAX_GROUPS = 64;
 
 // In the order of GATINGS in operations/experts.py.
-enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS };
+enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS, SIGMOID_OF_BEST, SPARSEMIXER };
+// SPARSEMIXER_DISTANCE in operations/experts.py.
+constexpr float SPARSEMIXER_DISTANCE = 0.02f;
+
+// The divisor of an expert's weight with SPARSEMIXER: the sum over near logits of experts that were not selected before.
+DEVICE float sum_of_near(const float* row, int n, int expert) {
+  const float best = row[expert];
+  float total = 0.0f;
+  for (int other = 0; other < n; other++) {
+    const float logit = row[other];
+    const bool is_left = logit < best || (logit == best && other >= expert);
+    if (is_left && best - logit <= SPARSEMIXER_DISTANCE * fmaxf(fabsf(logit), best)) total += expf(logit - best);
+  }
+  return total;
+}
 
 // The largest of n values, or the sum of the two largest.
 DEVICE float best_of_group(const float* values, int n, int n_best) {
@@ -24,7 +38,7 @@ DEVICE float best_of_group(const float* values, int n, int n_best) {
 
 // ids, expert_weights [T, k]: the k experts with the largest scores among a row's n logits, the lowest id first among
 // equals, and their weights: softmax of all experts or, with `norm_topk_prob`, of the selected experts, times `scale`
-// and `factors` [n], if not null.
+// and `factors` [n], if not null. See sum_of_near for the weights with SPARSEMIXER.
 //
 // If `probabilities` is null, scores are the logits, and weights are their softmax.  Otherwise the kernel writes
 // `probabilities` [T, stride] and scores [T, stride]: probabilities plus `bias` if not null, and -infinity outside the
@@ -55,13 +69,14 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     for (int expert = lane; expert < n; expert += WARP) {
       const float x = row[expert];
       const float p = gating == SOFTMAX ? expf(x - peak) / total
-                      : gating == SIGMOID ? sigmoid(x)
-                                          : sqrtf(softplus(x));
+                      : gating == SQRT_SOFTPLUS ? sqrtf(softplus(x))
+                                                : sigmoid(x);
+      const float base = gating == SIGMOID_OF_BEST ? x : p;
       to[expert] = p;
       bool is_out = chosen;
       for (int rank = 0; chosen && rank < k; rank++)
         is_out &= (int)chosen[(size_t)token * chosen_stride + rank] != expert;
-      score[expert] = bias ? p + bias[expert] : is_out ? -infinity() : p;
+      score[expert] = bias ? base + bias[expert] : is_out ? -infinity() : base;
     }
     __syncwarp();
     if (n_groups > 1) {
@@ -91,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     if (lane == rank) id = id_of(last);
   }
   const float best = __shfl_sync(FULL_MASK, row[id], 0);
-  const float mine = probabilities ? probabilities[(size_t)token * logits_stride + id] : expf(row[id] - best);
+  float mine = probabilities ? probabilities[(size_t)token * logits_stride + id] : expf(row[id] - best);
   if (norm_topk_prob) {
     total = 0.0f;
     for (int rank = 0; rank < k; rank++) total += __shfl_sync(FULL_MASK, mine, rank);
@@ -99,6 +114,7 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     total = 1.0f;
   }
   if (lane >= k) return;
+  if (gating == SPARSEMIXER) mine = 1.0f, total = sum_of_near(row, n, id);
   const int pair = token * k + lane;
   ids[pair] = id;
   expert_weights[pair] = mine / total * (factors ? factors[id] : 1.0f) * scale;

@@ -3,7 +3,7 @@
 #include "activations.cuh"
 
 // In the order of ACTIVATIONS in operations/dense.py.
-enum { SILU, GELU, GELU_ERF, GELU_QUICK, RELU2, TANH, SIGMOID, IDENTITY, CLAMPED_SWIGLU, SOFTPLUS };
+enum { SILU, GELU, GELU_ERF, GELU_QUICK, RELU, RELU2, TANH, SIGMOID, IDENTITY, CLAMPED_SWIGLU, SOFTPLUS };
 
 DEVICE float activated(int kind, float g, float u) {
   switch (kind) {
@@ -15,6 +15,8 @@ DEVICE float activated(int kind, float g, float u) {
       return 0.5f * g * erfcf(-0.70710678f * g) * u;
     case GELU_QUICK:
       return g / (1.0f + expf(-1.702f * g)) * u;
+    case RELU:
+      return g > 0.0f ? g * u : g != g ? g : 0.0f;
     case RELU2:
       return g > 0.0f ? g * g * u : g != g ? g : 0.0f;
     case TANH:

@@ -653,6 +653,7 @@ class CUDALowering:
             first=rope.first, interleaved=rope.interleaved, magnitude=float(rope.magnitude), q=q, k=k, v=v,
             n_heads=n_heads, n_kv_heads=kv_cache.n_heads, **op.norm_arguments(self.weights.vector),
             norm_last=op.norm_last, rate=float(scale.rate), length=scale.length, offset=scale.offset,
+            base=float(scale.base),
             # An operation without keys uses the cache of another layer.
             **(cache.layer(kv_cache.key) if k else dict.fromkeys(("keys", "key_scales", "values", "value_scales"))),
             defines=append_defines(kv_cache, has_axes=bool(rope.axes), position_offset=rope.position_offset),

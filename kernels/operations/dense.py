@@ -13,7 +13,7 @@ from localllm.kernels import graph as g
 from localllm.kernels.graph import Matrix, Operation, RecurrentState, Rows, SameShape, Tensor, Value, Weight
 
 #: Activation functions of `Activation`, and of `Gated`.
-UNGATED = ("silu", "gelu", "gelu_erf", "gelu_quick", "relu2", "tanh")
+UNGATED = ("silu", "gelu", "gelu_erf", "gelu_quick", "relu", "relu2", "tanh")
 ACTIVATIONS = (*UNGATED, "sigmoid", "identity", "clamped_swiglu", "softplus")
 #: Activation functions of `HeadGate`.
 HEAD_GATES = ("sigmoid", "softplus")

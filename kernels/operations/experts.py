@@ -9,7 +9,9 @@ from localllm.kernels import graph as g
 from localllm.kernels.graph import Operation, Routing, Rows, Tensor, Weight
 
 #: Functions of `Route` from logits to probabilities of experts.
-GATINGS = ("softmax", "sigmoid", "sqrt_softplus")
+GATINGS = ("softmax", "sigmoid", "sqrt_softplus", "sigmoid_of_best", "sparsemixer")
+#: Maximum relative distance of a logit that "sparsemixer" counts: twice the jitter of the training.
+SPARSEMIXER_DISTANCE = 0.02
 #: Maximum number of groups of experts.
 MAX_GROUPS = 64
 
@@ -25,6 +27,11 @@ class Route(Operation[Routing]):
     With ``selection_bias`` [E], the experts with the largest sums of probability and bias are selected. With
     ``n_groups`` groups of E / n_groups neighbours, only experts of ``n_top_groups`` groups can be selected: the
     groups with the largest sums of their best ``n_group_best`` (1 or 2) probabilities, including biases.
+
+    Two gatings are different. "sigmoid_of_best" weighs with the sigmoid, but selects the largest sums of *logit* and
+    bias (Kolibri). "sparsemixer" weighs an expert with logit m by 1 / Σ exp(l - m). The sum contains the logits l of
+    experts that were not selected before and whose distance m - l is at most `SPARSEMIXER_DISTANCE` * max(|l|, m).
+    Source: arXiv:2409.12136 (GRIN, Phi-3.5-MoE).
 
     All layers of a graph have the same k. Sources: arXiv:2401.04088 (Mixtral), arXiv:2405.04434 (DeepSeek V2: groups
     by their best), arXiv:2412.19437 (V3: by their two best).
@@ -44,9 +51,9 @@ class Route(Operation[Routing]):
 
     @property
     def is_by_logits(self) -> bool:
-        """Return whether experts are selected by logits alone and weighted with softmax."""
+        """Return whether experts are selected and weighted by logits alone, without probabilities of all experts."""
         is_plain = self.selection_bias is None and self.expert_ids is None and self.n_groups == 1
-        return self.gating == "softmax" and is_plain
+        return self.gating in ("softmax", "sparsemixer") and is_plain
 
     @cached_property
     def result(self) -> Routing:
@@ -55,6 +62,8 @@ class Route(Operation[Routing]):
         g.check_choice("gating", self.gating, GATINGS)
         g.check_shape(self.selection_bias, n)
         g.check_shape(self.expert_scales, n)
+        if self.gating == "sparsemixer" and (self.norm_topk_prob or not self.is_by_logits):
+            raise KernelError("sparsemixer cannot be combined with normed weights, biases, groups or set experts")
         if not 1 <= self.k <= self.logits.width:
             raise KernelError(
                 f"{self.k} of {self.logits.width} experts cannot be chosen: choose 1 to {self.logits.width}"

@@ -47,7 +47,7 @@ Array = NDArray[Any]
 
 #: Tensors of a checkpoint that do not belong to the language model.
 _OTHERS = re.compile(
-    r"(^|\.)(mtp|masked_embedding|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|patch_merge_mlp|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|(?:layerwise|spatial)_projectors|embed_vision"
+    r"(^|\.)(mtp|masked_embedding|vision(?!_expert|_mlp)(?:_\w+)?|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|patch_merge_mlp|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|(?:layerwise|spatial)_projectors|embed_vision"
     r"|embed_audio)\.|^(model\.merger|mlp1)\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$|image_newline$"
     r"|(^|\.)h\.\d+\.attn\.bias$|view_seperator$|^decoder\.(weight|bias)$"
@@ -55,7 +55,7 @@ _OTHERS = re.compile(
 #: Tensors after the last layer of an encoder, for classifiers.
 _HEAD = re.compile(r"^(pooler|head)\.(?!weight$)")
 #: Numbered tensors that are stacked to one tensor in GGUF files.
-_STACKED = r"\.(experts|norms|altup_(?:unembed_)?projections)\.(\d+)\."
+_STACKED = r"\.((?:chunk_)?experts|norms|altup_(?:unembed_)?projections)\.(\d+)\."
 #: Parts of a table of n-grams, whose rows are concatenated.
 _PART = re.compile(r".*\.ple_embedding\.ngram_embedding\.(?:shard_(\d+)\.)?")
 #: Tensors of an MTP block: GGUF's names after "nextn.", by DeepSeek's and Qwen's names.
@@ -277,6 +277,8 @@ def _architecture(config: Config, values: Mapping[str, Any]) -> str:
     found = found or [name for name, each in _KNOWN.items() if wanted & set(each.hf_types.split())]
     if found == ["bert"] and config.get("position_embedding_type") == "rotary":  # Jina ColBERT v2
         return "jina-bert-v3"
+    if found == ["nomic-bert"] and config.get("moe_every_n_layers"):
+        return "nomic-bert-moe"
     if found[1:] and config.get("use_bidirectional_attention"):
         return next(name for name in found if _KNOWN[name].is_encoder)
     found = [name for name in found if not _KNOWN[name].is_encoder] or found

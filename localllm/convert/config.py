@@ -34,7 +34,7 @@ head_dim d_kv attention_head_dim
 num_kv_heads n_head_kv
 partial_rotary_factor rotary_pct rope_pct rope_percent
 rope_theta rotary_emb_base global_rope_theta rope_freq_constant theta
-rope_local_base_freq local_rope_theta swa_rope_theta
+rope_local_base_freq local_rope_theta rope_local_theta swa_rope_theta
 layer_types layers_block_type
 tie_word_embeddings tie_embedding share_input_output_layers
 torch_dtype dtype
@@ -267,6 +267,7 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
         and config.sliding_window
         and (i + 1) % _every(config, "no_rope_layer_interval") == 0
     ),
+    "spark2_5": lambda config, i: _window((i + 1) % 4),
     "starcoder2": lambda config, i: _window(config.sliding_window),
     "step3p5": lambda config, i: "full_attention",
 }
@@ -332,8 +333,9 @@ def _rope_keys(config: Config) -> dict[str, Any]:
     if local is not None and local.peek("rope_type") == "default":
         local.skip("rope_type", *_UNSCALED)
     kind, part = rope.peek("rope_type"), rope.get("partial_rotary_factor")
-    # Laguna's files have a key for windowed layers. Step 3.5's architecture implies the fraction of other layers.
-    if local is not None and config.text_type not in ("laguna", "step3p5", "step3p7"):
+    # Files of Laguna and Spark-X2.5 have a key for windowed layers. Step 3.5's architecture implies the fraction of
+    # other layers.
+    if local is not None and config.text_type not in ("laguna", "spark2_5", "step3p5", "step3p7"):
         other, rotated = local.get("partial_rotary_factor", 1.0), 1.0 if kind == "proportional" else part or 1.0
         if other != rotated:
             raise ModelError(

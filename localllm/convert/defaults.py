@@ -18,7 +18,7 @@ _TABLES: dict[str, Any] = json.loads(PATH.read_text("utf-8"))
 _KIMI_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 NAMES: dict[str, Any] = _TABLES["names"] | {
     "mamba2": [["num_heads"], ["num_attention_heads"]],
-    "nomic_bert": [["intermediate_size", "n_inner"]],
+    "nomic_bert": [["intermediate_size", "n_inner"], ["layer_norm_eps", "layer_norm_epsilon"]],
     "kimi_k25_vision": [
         *([name, f"vt_{name}"] for name in _KIMI_SIZES),
         *([f"pos_emb_{axis}", f"init_pos_emb_{axis}"] for axis in ("height", "width", "time")),
@@ -54,6 +54,7 @@ _REMOTE: dict[str, dict[str, Any]] = {
     "minicpm": {
         "dim_model_base": 1, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "scale_depth": 1, "scale_emb": 1,
     },
+    "nanbeige": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
     "neobert": {"norm_eps": 1e-6},
     "openelm": {
         "activation_fn_name": "swish", "ffn_dim_divisor": 256, "ffn_with_glu": True, "head_dim": 128,
@@ -63,6 +64,18 @@ _REMOTE: dict[str, dict[str, Any]] = {
     "orion": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "PanguEmbedded": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 16_000_000.0},
     "qwen": {"layer_norm_epsilon": 1e-6, "rotary_emb_base": 10_000, "rotary_pct": 1.0},
+    "smallthinker": {
+        "head_dim": 128, "max_position_embeddings": 131072, "moe_ffn_hidden_size": 768, "rms_norm_eps": 1e-6,
+        "moe_num_active_primary_experts": 4, "moe_num_primary_experts": 32, "rope_theta": 1e6,
+        "sliding_window_size": 4096, "tie_word_embeddings": True,
+    },
+    "spark2_5": {
+        "head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "sliding_window": 512,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 5_000_000, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_theta": 10_000, "partial_rotary_factor": 1.0},
+        },
+    },
     "xverse": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
 }
 

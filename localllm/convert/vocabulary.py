@@ -1,7 +1,8 @@
 """A checkpoint's tokenizer and chat template as GGUF's keys.
 
-``tokenizer.model`` (sentencepiece) takes precedence over ``tokenizer.json``, which has byte-level BPE, WordPiece,
-Unigram, or BPE with sentencepiece's spaces. Scores of the last kind are computed from the order of merges.
+``tokenizer.model`` (sentencepiece) and ``tokenizer.jsonl`` (PLaMo) take precedence over ``tokenizer.json``, which has
+byte-level BPE, WordPiece, Unigram, or BPE with sentencepiece's spaces. Scores of the last kind are computed from the
+order of merges.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from localllm.convert.config import Config
 from localllm.convert.settings import read_file, read_json
 from localllm.errors import LocalLLMError, TokenizerError, path_text, quoted
 from localllm.gguf.writer import read_back
+from localllm.nesting import parse_json
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer, TokenizerWarning
-from localllm.tokenizer.vocabulary import BPE, END_TEXTS, SPM, UNIGRAM, WORD_PIECE, TokenType
+from localllm.tokenizer.vocabulary import BPE, END_TEXTS, PLAMO, SPM, UNIGRAM, WORD_PIECE, TokenType
 
 #: GGUF's names of special tokens, by Hugging Face's.
 _SPECIAL = {
@@ -78,6 +80,8 @@ def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
     is_wrong = bool(json) and _has_wrong_pre_tokenizer(read_json(folder / "config.json"), settings, json)
     if (folder / "tokenizer.model").is_file():
         keys = _sentencepiece(folder / "tokenizer.model", added, n_vocab)
+    elif (folder / "tokenizer.jsonl").is_file():
+        keys = _plamo(folder / "tokenizer.jsonl", n_vocab)
     elif not json:
         raise TokenizerError(f"{path_text(folder)} has no tokenizer.model or tokenizer.json: download them")
     elif json["model"]["type"] == "WordPiece":
@@ -112,8 +116,36 @@ def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
     return keys
 
 
+def _plamo(path: Path, n_vocab: int) -> dict[str, Any]:
+    """Return the keys of PLaMo's tokenizer. Each line of its file is a list: text, score, type, …"""
+    lines = (read_file(path) or b"").decode().splitlines()
+    entries = [parse_json(line) for line in lines if line.strip()]
+    kinds = {"UNKNOWN": TokenType.UNKNOWN, "CONTROL": TokenType.CONTROL, "BYTE": TokenType.BYTE}
+    tokens, scores = [str(entry[0]) for entry in entries], [float(entry[1]) for entry in entries]
+    types = [
+        TokenType.CONTROL
+        if token.startswith("<|plamo:") and token.endswith("|>") and kind not in kinds
+        else kinds.get(kind, TokenType.NORMAL)
+        for token, kind in zip(tokens, (entry[2] if len(entry) > 2 else "NORMAL" for entry in entries), strict=True)
+    ]
+    n = n_vocab - len(tokens)
+    return {
+        "tokenizer.ggml.model": PLAMO,
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens + [f"[PAD{i}]" for i in range(1, n + 1)],
+        "tokenizer.ggml.scores": np.array(scores + [-1000.0] * n, np.float32),
+        "tokenizer.ggml.token_type": np.array([*types, *[TokenType.UNUSED] * n], np.int32),
+        "tokenizer.ggml.eot_token_id": 4,  # <|plamo:op|>, as in llama.cpp's converter
+    }
+
+
 def _check_text(folder: Path, keys: Mapping[str, Any], is_wrong: bool) -> None:
-    """Raise TokenizerError if the converted and the original tokenizer encode text differently."""
+    """Raise TokenizerError if the converted and the original tokenizer encode text differently.
+
+    PLaMo's tokenizer has no library to compare with.
+    """
+    if keys["tokenizer.ggml.model"] == PLAMO:
+        return
     path = folder / "tokenizer.model"
     if path.is_file():
         expected = _read_sentencepiece(path).encode(_TEXT)

@@ -17,7 +17,7 @@ import numpy as np
 from localllm.cancellation import check_cancelled
 from localllm.errors import TokenizerError, quoted
 from localllm.tokenizer.pretokenizers import PreTokenizer
-from localllm.tokenizer.vocabulary import BPE, SPM, UNIGRAM, WORD_PIECE, TokenType, Vocabulary
+from localllm.tokenizer.vocabulary import BPE, PLAMO, SPM, UNIGRAM, WORD_PIECE, TokenType, Vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
@@ -36,6 +36,7 @@ class TextEncoder(Protocol):
 def make_encoder(vocabulary: Vocabulary) -> TextEncoder:
     encoders: dict[str, Callable[[Vocabulary], TextEncoder]]
     encoders = {SPM: SentencePieceEncoder, BPE: BPEEncoder, UNIGRAM: UnigramEncoder, WORD_PIECE: WordPieceEncoder}
+    encoders[PLAMO] = PLaMoEncoder
     return encoders[vocabulary.model](vocabulary)
 
 
@@ -202,6 +203,66 @@ class UnigramEncoder:
 
 
 _NO_TEXT = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.UNUSED, TokenType.BYTE)
+
+
+class PLaMoEncoder:
+    """PLaMo's Unigram: splits text into the tokens with the highest sum of scores, which are rounded to 1e-4.
+
+    Of equal sums, the longest first token counts. A character without a token becomes its UTF-8 bytes, at a cost
+    above the cost of tokens.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        hidden = _hidden(vocabulary).union(vocabulary.of_type(*_NO_TEXT))
+        scores = vocabulary.scores.astype(np.float64) * 1e4
+        costs = -np.copysign(np.floor(np.abs(scores) + 0.5), scores).astype(np.int64)
+        #: Cost and id of each token by its text.
+        self._tokens = {
+            token: (cost, index)
+            for index, (token, cost) in enumerate(zip(vocabulary.tokens, costs.tolist(), strict=True))
+            if token and index not in hidden
+        }
+        lengths: dict[str, set[int]] = {}
+        for token in self._tokens:
+            lengths.setdefault(token[:2], set()).add(len(token))
+        #: Lengths of the tokens that start with two characters, or that are one character, longest first.
+        self._lengths = {start: sorted(some, reverse=True) for start, some in lengths.items()}
+        self._bytes = {value: id_ for id_, value in vocabulary.byte_values.items()}
+        self._unknown = len(vocabulary)
+
+    def encode(self, text: str) -> list[int]:
+        text = text.removeprefix("\ufeff")
+        n = len(text)
+        costs, ends, ids = [0] * (n + 1), [0] * n, [-1] * n
+        for start in range(n - 1, -1, -1):
+            if not start % _CHECKED:
+                check_cancelled()
+            best, end, id_ = _NO_COST, start + 1, -1
+            pair = text[start : start + 2]
+            for length in (*self._lengths.get(pair, ()), *([1] if len(pair) > 1 else [])):
+                token = self._tokens.get(text[start : start + length])
+                stop = start + length
+                if token is not None and stop <= n and costs[stop] + token[0] < best:
+                    best, end, id_ = costs[stop] + token[0], stop, token[1]
+            if costs[start + 1] + _UNKNOWN_COST < best:
+                best, end, id_ = costs[start + 1] + _UNKNOWN_COST, start + 1, -1
+            costs[start], ends[start], ids[start] = best, end, id_
+        return self._path(text, ends, ids)
+
+    def _path(self, text: str, ends: list[int], ids: list[int]) -> list[int]:
+        """Return the ids of the best split, from the end and the id of the first token at each character."""
+        path, at = [], 0
+        while at < len(text):
+            if ids[at] >= 0:
+                path.append(ids[at])
+            else:
+                path += [self._bytes.get(byte, self._unknown) for byte in text[at].encode()]
+            at = ends[at]
+        return path
+
+
+#: Cost of a character without a token, and a cost above every sum. Source: llama.cpp's ``llm_tokenizer_plamo2``.
+_UNKNOWN_COST, _NO_COST = 10_000_000, 1 << 60
 
 
 class CharacterMap:

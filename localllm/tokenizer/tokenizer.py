@@ -63,7 +63,7 @@ class Tokenizer:
 
     @property
     def model(self) -> str:
-        """``"llama"`` (SentencePiece), ``"gpt2"`` (BPE), ``"t5"`` (Unigram) or ``"bert"`` (WordPiece)."""
+        """Kind: "llama" (SentencePiece), "gpt2" (BPE), "t5" (Unigram), "bert" (WordPiece) or "plamo2" (PLaMo)."""
         return self._vocabulary.model
 
     @property

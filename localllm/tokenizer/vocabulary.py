@@ -25,11 +25,13 @@ SPM = "llama"
 BPE = "gpt2"
 UNIGRAM = "t5"
 WORD_PIECE = "bert"
-_MODELS = {SPM: "SentencePiece", BPE: "BPE", UNIGRAM: "Unigram", WORD_PIECE: "WordPiece"}
+PLAMO = "plamo2"
+_MODELS = {SPM: "SentencePiece", BPE: "BPE", UNIGRAM: "Unigram", WORD_PIECE: "WordPiece", PLAMO: "PLaMo"}
 _BPE_NAMES = ("gemma4", "whitespace")  # pre-tokenizers that are also names of the model
 
 #: Default ids of BOS, EOS and the unknown token.
 _DEFAULT_IDS = {SPM: (1, 2, None), BPE: (None, None, None), UNIGRAM: (None, 1, 2), WORD_PIECE: (101, 102, 100)}
+_DEFAULT_IDS |= {PLAMO: (1, 2, 0)}
 
 _NO_ID = 0xFFFFFFFF  # written by converters for "no token"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -112,7 +114,7 @@ class Vocabulary:
     """Tokens and all tokenizer metadata. Lengths and ranges are checked."""
 
     file_name: str  # file name, for messages
-    model: str  # ``"llama"`` (SentencePiece), ``"gpt2"`` (BPE), ``"t5"`` (Unigram) or ``"bert"`` (WordPiece)
+    model: str  # ``tokenizer.ggml.model``, one of `_MODELS`; Gemma 4's tokenizer is "gpt2"
     pre: str | None  # ``tokenizer.ggml.pre``, None if missing
     tokens: list[str]  # text of each token as written in the file
     ids: dict[str, int]  # token text -> id, without empty tokens
@@ -192,7 +194,7 @@ class Vocabulary:
             suppressed_ids=frozenset(meta.token_ids("suppress_tokens", len(tokens), skips_others=True)),
             add_bos=add_bos,
             add_eos=add_eos,
-            add_space_prefix=meta.flag("add_space_prefix", model != UNIGRAM) and model != BPE,
+            add_space_prefix=meta.flag("add_space_prefix", model != UNIGRAM) and model not in (BPE, PLAMO),
             merge_spaces=meta.flag("remove_extra_whitespaces", False),
             charsmap=meta.bytes("precompiled_charsmap"),
             lowercase=lowercase,

@@ -91,7 +91,7 @@ REFUSED: dict[str, Callable[[Recording], Any]] = {
     r"clamped to 0.5 … 2: the range must contain 0": lambda r: r.graph.add(ops.Clamp(r.x(48), 0.5, 2.0)),
     r"tensor has the shape \[40\], but \[48\] is needed": lambda r: r.graph.add(ops.RMSNorm(r.x(48), VECTOR, 1e-6)),
     r"gate of 48 values .* 40 values": lambda r: r.graph.add(ops.Gated(r.x(48), r.x(40), "silu")),
-    r"no activation 'relu'.*silu, gelu": lambda r: r.graph.add(ops.Gated(r.x(48), r.x(48), "relu")),
+    r"no activation 'relu6'.*silu, gelu": lambda r: r.graph.add(ops.Gated(r.x(48), r.x(48), "relu6")),
     r"each output, but a row for each token": lambda r: r.graph.add(ops.Gated(r.x(48), r.few(48), "silu")),
     r"the shape \[48, 48\], but \[48, 40\] is needed": lambda r: r.graph.add(ops.Linear(r.x(40), SQUARE)),
     r"48\], but \[48, 40\] is needed": lambda r: r.graph.add(ops.Linears(r.x(40), (SQUARE,))),

@@ -430,6 +430,7 @@ GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
     "gelu": (gelu, {"rtol": 1e-5, "atol": 1e-6}),
     "gelu_erf": (gelu_erf, {"rtol": 3e-6, "atol": 1e-6}),
     "gelu_quick": (lambda x: x * sigmoid(1.702 * x), {"rtol": 3e-6, "atol": 1e-30}),
+    "relu": (lambda x: np.maximum(x, 0), {}),
     "relu2": (lambda x: np.maximum(x, 0) ** 2, {}),
     "tanh": (np.tanh, {"rtol": 2e-6, "atol": 1e-6}),
     "sigmoid": (sigmoid, {"atol": 1e-30}),
@@ -616,6 +617,8 @@ ROUTING: dict[str, dict[str, Any]] = {
     },
     "scales": {"expert_scales": True},
     "groups": {"n_groups": 3, "n_top_groups": 1},
+    "sigmoid of best": {"gating": "sigmoid_of_best", "selection_bias": True},
+    "sparsemixer": {"gating": "sparsemixer", "scale": 1.5, "expert_scales": True},
     "groups by their best": {"n_groups": 4, "n_top_groups": 2, "n_group_best": 1},
 }
 
@@ -627,10 +630,29 @@ def by_number(graph: Graph, x: g.Tensor, chosen: Any, numbers: Array) -> g.Tenso
     return graph.add(operations.ExpertOutput(h, _experts(multiples), chosen, x))
 
 
+def sparsemixer(row: Array) -> Array:
+    """Return the weight of each expert, if experts with larger logits were selected before."""
+    near = row[:, None] - row <= 0.02 * np.maximum(np.abs(row), row[:, None])
+    weights: Array = 1 / np.where(near & (row <= row[:, None]), np.exp(row - row[:, None]), 0).sum(axis=1)
+    return weights
+
+
+GATINGS: dict[str, Callable[[Array], Array]] = {
+    "sigmoid": sigmoid,
+    "sigmoid_of_best": sigmoid,
+    "sqrt_softplus": lambda x: np.sqrt(softplus(x)),
+    "sparsemixer": sparsemixer,
+}
+
+
 @cases(kind=tuple(ROUTING), norm_topk_prob=(False, True))
 def routing(kind: str, norm_topk_prob: bool) -> Case:
     n, k, d, own = 12, 3, 32, ROUTING[kind]
+    gating = own.get("gating", "")
+    norm_topk_prob &= gating != "sparsemixer"
     logits, x = 2 * rows(n, 5), rows(d, 4)
+    if gating == "sparsemixer":
+        logits[:, 1::2] = 1.008 * logits[:, ::2]  # near enough to count
     bias, scales, numbers = random(n, seed=6) / 4, np.exp(random(n, seed=7)), np.arange(1.0, n + 1)
     weights = {name: f32(w) for name, w in (("selection_bias", bias), ("expert_scales", scales)) if name in own}
 
@@ -641,10 +663,8 @@ def routing(kind: str, norm_topk_prob: bool) -> Case:
     def expected(x: Array, logits: Array) -> Array:
         out = x.copy()
         for t, row in enumerate(logits):
-            p = {"sigmoid": sigmoid, "sqrt_softplus": lambda x: np.sqrt(softplus(x))}.get(
-                own.get("gating", ""), lambda x: np.exp(x) / np.exp(x).sum()
-            )(row)
-            scores = p + bias * ("selection_bias" in own)
+            p = GATINGS.get(gating, lambda x: np.exp(x) / np.exp(x).sum())(row)
+            scores = (row if gating in ("sigmoid_of_best", "sparsemixer") else p) + bias * ("selection_bias" in own)
             groups = scores.reshape(own.get("n_groups", 1), -1)
             ranks = np.argsort(-np.sort(groups, axis=1)[:, -own.get("n_group_best", 2) :].sum(axis=1))
             allowed = np.isin(np.arange(n) // groups.shape[1], ranks[: own.get("n_top_groups", 1)])
@@ -1033,8 +1053,9 @@ class Heads:
         types, (of_keys, of_values) = self.cache.types, self.cache.rotations
         q, k = self.turned(q, "q_norm"), stored(self.turned(k, "k_norm"), types[0], of_keys)
         if (scale := self.q_scale) is not None:
-            places = np.arange(len(q)) + scale.offset
-            q = q * (1 + scale.rate * np.log(1 + np.floor(places / scale.length)))[:, None, None]
+            places = np.maximum(np.arange(len(q)) + scale.offset, 0)
+            factors = scale.base + scale.rate * np.log(1 + np.floor(places / scale.length))
+            q = q * np.maximum(factors, 1)[:, None, None]
         if self.shown:
             return turned_together(q, of_keys).reshape(len(q), -1)
         values = k[..., : self.value_dim] if self.values_in_keys else stored(v, types[1], of_values)
@@ -1073,6 +1094,7 @@ OPTIONS: dict[str, Heads] = {
     "values from keys": Heads(rope=ROPE, k_norm="weights", v_norm="ones", values_are_keys=True),
     "queries scaled": Heads(q_norm="weights", q_scale=PositionScale(0.1, 30), shown=True),
     "queries scaled from 1 on": Heads(rope=ROPE, q_scale=PositionScale(0.5, 7, 1)),
+    "queries scaled late": Heads(rope=ROPE, q_scale=PositionScale(1 / math.log(9), 1, -1, 0.0), shown=True),
     "keys of another layer": Heads(rope=ROPE, q_norm="weights", k_norm="weights", shared=True),
     "capped": Heads(softcap=2.0),
     "sinks": Heads(sinks=True),

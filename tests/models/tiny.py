@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from localllm.models import deepseek2, qwen3next, qwen35
 from localllm.models.registry import ARCHITECTURES, Conversion
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import parsed, write_tokenizer
+from tests.models.written import WRITTEN, Written, WrittenModel
 
 Array = NDArray[np.float32]
 
@@ -39,6 +41,7 @@ class Tiny:
         release: converts a configuration and tensors to a released model that transformers lacks but that computes
             the same.
         change: changes the transformers model in place to another model, including its weights.
+        written: a model that transformers lacks; the other attributes are ignored.
     """
 
     model_type: str
@@ -48,6 +51,7 @@ class Tiny:
     auto: str = "AutoModelForCausalLM"
     release: Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None = None
     change: Callable[[Any], None] = lambda model: None
+    written: Written | None = None
 
 
 #: Two groups of heads, a width that is not a multiple of a block or tile, and few tokens.
@@ -236,6 +240,17 @@ MUSE_GLIMMER = {
         hidden_size=32 intermediate_size=32 num_hidden_layers=1 num_attention_heads=2 patch_size=4 pos_emb_height=4
         pos_emb_width=4
     """),
+}
+LARA = DELTA_NET | {
+    "layer_types": ["linear_attention", "sliding_attention", "full_attention", "linear_attention"],
+    "rope_parameters": PLAIN_ROPE,
+    "tie_word_embeddings": True,
+}
+KOLIBRI = {"layer_types": [*["sliding_attention"] * 3, "full_attention"], "rope_parameters": PLAIN_ROPE}
+PHIMOE = parsed("attention_bias=True lm_head_bias=True head_dim=None original_max_position_embeddings=128") | {
+    "rope_parameters": PLAIN_ROPE
+    | {"rope_type": "longrope", "original_max_position_embeddings": 128, "short_mscale": 1.0, "long_mscale": 1.0}
+    | {"long_factor": [1.5 + i / 4 for i in range(8)], "short_factor": [1 + i / 20 for i in range(8)]}
 }
 STEP35 = {
     "text_config": CONFIG
@@ -477,6 +492,10 @@ def renamed(
     return release
 
 
+as_1bitllm = renamed(
+    {"self_attn.attn_sub_norm": "self_attn.inner_attn_ln", "mlp.ffn_sub_norm": "mlp.ffn_layernorm"},
+    {"model_type": "llama", "architectures": ["BitnetForCausalLM"]},
+)
 #: Names of GPT-2's format.
 GPT2_NAMES = {
     "model.embed_tokens": "transformer.wte",
@@ -650,6 +669,24 @@ def norm_and_place(model: Any) -> None:
     positions.data.copy_(torch.from_numpy(rng.normal(0, 1, positions.shape)).to(torch.bfloat16))
 
 
+def round_weights(model: Any) -> None:
+    """Change the matrices of a BitNet's layers to round their weights when they compute, as in training."""
+    import torch
+
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            scale = 1 / module.weight.abs().mean().clamp(min=1e-5)
+            rounded = (module.weight * scale).round().clamp(-1, 1) / scale
+            module.forward = partial(torch.nn.functional.linear, weight=rounded.detach())
+
+
+def as_one_shard(model: Any) -> None:
+    """Give all heads of a Chameleon the same norms, like the models that were trained on one device."""
+    for name, parameter in model.state_dict().items():
+        if "q_norm" in name or "k_norm" in name:
+            parameter.copy_(parameter[:1].expand_as(parameter).clone())
+
+
 def as_jina_bert_v2(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Convert a BERT to Jina's names, with a gate in its MLP that is always 1."""
     import torch
@@ -679,6 +716,11 @@ DEEPSEEK_OCR = {
 }
 #: Hunyuan's configurations call this "dynamic".
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 1000.0, "factor": 1.0}
+CHAMELEON = {
+    "vocabulary_map": {"<image>": 299},
+    "vq_config": {"embed_dim": 16, "num_embeddings": 8, "latent_channels": 16, "resolution": 16, "base_channels": 32}
+    | {"channel_multiplier": [1], "num_res_blocks": 1},
+}
 HUNYUAN_VL = {
     "text_config": CONFIG | {"tie_word_embeddings": True, "rope_parameters": ALPHA | {"mrope_section": [2, 2, 2, 2]}},
     "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -689,6 +731,7 @@ TINY: dict[str, Tiny] = {
     "afmoe": Tiny("afmoe", "afmoe", WINDOW | MIXTURE | AFMOE),
     "apertus": Tiny("apertus", "apertus", {"rope_parameters": LLAMA3}),
     "arcee": Tiny("arcee", "arcee", {"rope_parameters": YARN}),
+    "axk2": Tiny("axk2", "axk2", LATENTS | INDEXER | {"n_group": None, "topk_group": None}),
     "baichuan": Tiny("llama", "baichuan", {"num_key_value_heads": 4}, release=as_baichuan),
     "bailingmoe2": Tiny("sarvam_moe", "bailingmoe2", ROUTED | {"n_shared_experts": 1}),
     "bailingmoe3": Tiny("bailing_hybrid", "bailingmoe3", LING3),
@@ -704,11 +747,31 @@ TINY: dict[str, Tiny] = {
         "starcoder2", "codeshell", {"rms_norm_eps": None, "intermediate_size": 256}, release=as_codeshell
     ),
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
+    "bitnet": Tiny(
+        "bitnet",
+        "bitnet",
+        {"hidden_act": "silu", "tie_word_embeddings": True},
+        release=as_1bitllm,
+        change=round_weights,
+    ),
+    "bitnet-relu2": Tiny(
+        "bitnet", "bitnet", {"hidden_act": "relu2", "tie_word_embeddings": True}, change=round_weights
+    ),
     "bloom": Tiny(
         "bloom",
         "bloom",
         {"rms_norm_eps": None, "hidden_size": 96, "num_attention_heads": 6, "seq_length": 128}
         | {"tie_word_embeddings": True, "slow_but_exact": False},
+    ),
+    "chameleon": Tiny(
+        "chameleon",
+        "chameleon",
+        CHAMELEON | {"num_key_value_heads": 4},
+        auto="ChameleonForConditionalGeneration",
+        change=as_one_shard,
+    ),
+    "chameleon-30b": Tiny(
+        "chameleon", "chameleon", CHAMELEON | {"swin_norm": True}, auto="ChameleonForConditionalGeneration"
     ),
     "chatglm": Tiny("glm", "chatglm", HALF_ROTATED | {"attention_bias": True}),
     "cohere2moe": Tiny("cohere2_moe", "cohere2moe", NORTH | {"rms_norm_eps": None}),
@@ -854,6 +917,7 @@ TINY: dict[str, Tiny] = {
     "hy-v3": Tiny("hy_v3", "hy_v3", MIXTURE | {"router_scaling_factor": 1.5, "num_shared_experts": 2}),
     "hy-v4": Tiny("hy_v4", "hy_v4", LATENTS | INDEXER | HY_V4, release=as_hy_v4),
     "internlm2": Tiny("llama", "internlm2", release=as_internlm2),
+    "iquestcoder": Tiny("iquestcoder", "llama"),
     "jais2": Tiny("jais2", "jais2", {"rms_norm_eps": None, "num_key_value_heads": 4}),
     "jamba": Tiny(
         "jamba",
@@ -875,8 +939,10 @@ TINY: dict[str, Tiny] = {
         | {"q_lora_rank": None, "num_experts": 8, "n_group": 1, "topk_group": 1, "num_hidden_layers": 5}
         | {"linear_attn_config": KIMI_DELTA_NET},
     ),
+    "kolibri1": Tiny("kolibri1", "kolibri1", WINDOW | MIXTURE | SHARED_EXPERT | KOLIBRI),
     "laguna": Tiny("laguna", "laguna", LAGUNA),
     "laguna-by-value": Tiny("laguna", "laguna", LAGUNA | {"gating": "per-element"}),
+    "lara_mini": Tiny("lara_mini", "lara_mini", WINDOW | MIXTURE | SHARED_EXPERT | LARA),
     "lfm2": Tiny("lfm2", "lfm2", LFM2),
     "lfm2moe": Tiny("lfm2_moe", "lfm2moe", LFM2 | MIXTURE | {"num_dense_layers": 1}),
     "lfm3": Tiny("lfm3", "lfm3", WINDOW | LFM3),
@@ -997,6 +1063,7 @@ TINY: dict[str, Tiny] = {
             | {"long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 8.0], "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]},
         },
     ),
+    "phimoe": Tiny("phimoe", "phimoe", WINDOW | LOCAL_MIXTURE | PHIMOE),
     "qwen": Tiny("qwen2", "qwen", {"num_key_value_heads": 4}, release=as_qwen),
     "qwen2": Tiny("qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2moe": Tiny("qwen2_moe", "qwen2moe", MIXTURE | SHARED_EXPERT | {"norm_topk_prob": False}),
@@ -1010,6 +1077,7 @@ TINY: dict[str, Tiny] = {
     "qwen3vl": Tiny("qwen3_vl", "qwen3vl", with_vision({}), auto="Qwen3VLForConditionalGeneration"),
     "qwen3vlmoe": Tiny("qwen3_vl_moe", "qwen3vlmoe", with_vision(MIXTURE), auto="Qwen3VLMoeForConditionalGeneration"),
     "qwen4exp": Tiny("qwen4_exp_text", "qwen4exp", QWEN4EXP),
+    "sarvam-105b": Tiny("sarvam_mla", "deepseek2", LATENTS | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "seed-oss": Tiny("seed_oss", "seed_oss", {"attention_bias": True}),
     "smollm3": Tiny("smollm3", "smollm3"),
     "stablelm": Tiny("stablelm", "stablelm", STABLELM),
@@ -1029,6 +1097,12 @@ TINY: dict[str, Tiny] = {
     ),
     "step35": Tiny("step3p7", "step35", STEP35, auto="Step3p7ForConditionalGeneration"),
     "xverse": Tiny("llama", "xverse", {"num_key_value_heads": 4}, release=called("xverse", "XverseForCausalLM")),
+}
+
+TINY |= {
+    name: Tiny(str(written.settings["model_type"]), name.partition("-")[0], written=written)
+    for name, written in WRITTEN.items()
+    if not written.is_encoder
 }
 
 T5: dict[str, Any] = parsed("""
@@ -1061,6 +1135,7 @@ ENCODERS: dict[str, Tiny] = {
     "nomic-bert": Tiny(
         "nomic_bert", "nomic-bert", {"layer_norm_eps": 1e-5, "max_position_embeddings": 2048}, auto="AutoModel"
     ),
+    "nomic-bert-moe": Tiny("", "nomic-bert-moe", auto="AutoModel", written=WRITTEN["nomic-bert-moe"]),
     "modern-bert": Tiny(
         "modernbert",
         "modern-bert",
@@ -1088,6 +1163,9 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     import torch
     import transformers
 
+    rng = np.random.default_rng(seed)
+    if entry.written is not None:
+        return WrittenModel(entry.written, lambda name, shape: random_values(rng, name, shape, False))
     values = {key: v for key, v in (CONFIG | dict(entry.config)).items() if v is not None or key not in CONFIG}
     config = transformers.AutoConfig.for_model(entry.model_type, **values)
     kind = getattr(transformers, entry.auto)
@@ -1095,7 +1173,6 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     model = make(config, attn_implementation="eager").eval().float()
     model.release = entry.release
     model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have different heads
-    rng = np.random.default_rng(seed)
     shift = ARCHITECTURES[entry.architecture].conversion.tensor("model.norm.weight", np.zeros(1, np.float32), config)
     is_shifted = np.array_equal(shift, [1.0])
     with torch.no_grad():
@@ -1123,6 +1200,8 @@ def random_values(rng: np.random.Generator, name: str, shape: tuple[int, ...], s
         return rng.uniform(0.5, 1.5, shape)
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.2, 2, shape))
+    if name.endswith("primary_router.weight"):
+        return rng.normal(0, 0.5 * shape[-1] ** -0.5, shape)  # small enough for distinct sigmoids
     if name.endswith((".gate.weight", "router.weight", "router.layer.weight")):
         return rng.normal(0, 5 * shape[-1] ** -0.5, shape)  # large enough to avoid nearly equal choices
     if name.endswith("router.proj.weight"):

@@ -170,3 +170,47 @@ def test_agrees_with_a_trained_wordpiece_model(lowercase: bool) -> None:
 
     check()
     assert tokenizer.decode(tokenizer.encode("there was a tokenizer")) == "there was a tokenizer"
+
+
+# -- PLaMo
+
+
+PLAMO_PIECES = [("a", -1.0), ("b", -1.5), ("ab", -2.5), ("aba", -3.00004), ("ba", -2.0), (" ", -2.0), (" a", -2.9)]
+PLAMO_PIECES += [("漢", -1.0), ("漢漢", -2.0)]
+
+
+def plamo() -> Tokenizer:
+    special = [("<|plamo:unk|>", UNKNOWN), *[(f"<|plamo:{name}|>", CONTROL) for name in ("bos", "eos", "pad", "op")]]
+    tokens = [*(name for name, _ in special), *(f"<0x{byte:02X}>" for byte in range(256)), *dict(PLAMO_PIECES)]
+    types = [*(kind for _, kind in special), *[BYTE] * 256, *[NORMAL] * len(PLAMO_PIECES)]
+    scores = np.array([0.0] * (len(tokens) - len(PLAMO_PIECES)) + [score for _, score in PLAMO_PIECES], np.float32)
+    return tiny(tokens, types, model="plamo2", scores=scores)
+
+
+def cheapest(text: str) -> tuple[int, list[str]]:
+    """Return the cost of the best split of a text and its pieces, longest first piece among equals."""
+    if not text:
+        return 0, []
+    pieces = [(-round(score * 1e4), piece) for piece, score in PLAMO_PIECES if text.startswith(piece)]
+    pieces.sort(key=lambda entry: -len(entry[1]))
+    pieces.append((10_000_000, text[0]))
+    found = [(cost + rest[0], [piece, *rest[1]]) for cost, piece in pieces for rest in [cheapest(text[len(piece) :])]]
+    return min(found, key=lambda entry: entry[0])
+
+
+@settings(max_examples=60)
+@given(st.text("ab 漢é", max_size=10))
+def test_plamo_finds_the_split_with_the_best_scores(text: str) -> None:
+    tokenizer = plamo()
+    expected: list[str] = []
+    for piece in cheapest(text)[1]:
+        is_token = piece in dict(PLAMO_PIECES)
+        expected += [piece] if is_token else [f"<0x{byte:02X}>" for byte in piece.encode()]
+    ids = tokenizer.encode(text)
+    assert [tokenizer.token_text(id_) for id_ in ids] == expected
+    assert tokenizer.decode(ids) == text
+
+
+def test_plamo_writes_no_control_token_for_text() -> None:
+    tokenizer = plamo()
+    assert not {0, 1, 2, 3, 4} & set(tokenizer.encode("a<|plamo:op|>b", parse_special=False))
