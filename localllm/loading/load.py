@@ -93,16 +93,21 @@ def load_file(options: LoadOptions) -> LoadedModel:
         if encoder is not None:
             on_failure.callback(encoder.close)
         sources = [_read(file, options, "the model", adapts=True, sees=encoder is not None)]
-        store = None if sources[0].model.pooling is not None else _open_store(options)
+        caches = sources[0].model.pooling is None and sources[0].model.diffusion is None
+        store = _open_store(options) if caches else None
         if store is not None:
             on_failure.callback(store.close)
         reading = files.enter_context(_TokenizerReader(file))
         template_source, template = TemplateSource.of_file(sources[0].file), None
         defaults = sampling_defaults(sources[0].file.metadata)
+        if (diffusion := sources[0].model.diffusion) is not None:
+            defaults = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **diffusion.sampling, **defaults}
         if options.chat_template is not None:  # compiled now to report errors before the weights are loaded
             template_source = TemplateSource(built_in(options.chat_template) or options.chat_template)
             template = compile_template(template_source, reading.result())
         if options.draft_model is not None:
+            if sources[0].model.diffusion is not None:
+                raise UsageError(Argument("draft_model"), " is not used by a model that writes by diffusion: omit it")
             draft = files.enter_context(GGUFFile.open(options.draft_model))
             sources.append(_read_draft(draft, sources[0], options))
             _check_vocabulary(draft, reading.result())
@@ -575,6 +580,7 @@ def _load(
         has_axes=graph.has_axes,
         has_spans=graph.has_spans,
         graph=graph,
+        diffusion=planner.model.diffusion,
     )
     notices = _plan_warnings(planner, placement, options) + _larger_weights(planner.name, placement, loaded)
     return runner, info, notices

@@ -1,0 +1,61 @@
+"""LLaDA 8B and LLaDA 1.5 (arXiv:2502.09992): Llama's layers, whose tokens see each other. LLaDA-MoE
+(arXiv:2509.24389) has OLMoE's experts and norms of heads. The models write by diffusion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.kernels.graph import Graph
+from localllm.models.blocks import llama_like
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array, expert_norm, head_dim, implied, interleave_pairs
+
+HF_NAMES = {
+    "model.transformer.wte": "token_embd",
+    "model.transformer.ln_f": "output_norm",
+    "model.transformer.ff_out": "output",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "attn_out": "attn_output",
+    "ff_norm": "ffn_norm",
+    "ff_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "ff_out": "ffn_down",
+}
+HF_MEANT: dict[str, tuple[Any, ...]] = (
+    implied("activation_type", "silu")
+    | implied("layer_norm_type", "rms")
+    | implied("block_type", "llama")
+    | implied("block_group_size", 1)
+    | implied("rope rope_full_precision layer_norm_with_affine qk_layernorm", True)
+    | implied("alibi attention_layer_norm input_emb_norm scale_logits bias_for_layer_norm", False)
+    | implied("shared_expert_intermediate_size routed_scaling_factor", None, 0, 1.0)
+    | implied("alibi_bias_max attention_layer_norm_with_affine dense_intermediate_size embedding_size")
+    | implied("include_bias include_qkv_bias init_cutoff_factor init_fn init_std mask_token_id mlp_ratio")
+    | implied("moe_layer_freq multi_query_attention precision")
+)
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    keys = {"attention.causal": False, ".diffusion.shift_logits": False, "rope.dimension_count": head_dim(config)}
+    if "num_experts" not in config:
+        return keys | {"vocab_size": config.vocab_size, ".tokenizer.ggml.mask_token_id": config.mask_token_id}
+    keys |= {"expert_feed_forward_length": config.expert_intermediate_size}
+    return keys | {".tokenizer.ggml.mask_token_id": 156895} | expert_norm(config, usual=False)
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array:
+    """Reorder the rows of LLaDA's query and key to rotary pairs."""
+    if "num_experts" in config:
+        return array
+    for matrix, n_heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+        if name.endswith((f"{matrix}.weight", f"{matrix}.bias")):
+            return interleave_pairs(array, n_heads)
+    return array
+
+
+def record(m: Header) -> Graph:
+    if m.config.architecture == "llada":
+        return llama_like(m, interleaved=True)
+    return llama_like(m, experts=m.experts(norm_topk_prob=False), qk_norm="head")

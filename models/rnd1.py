@@ -1,0 +1,21 @@
+"""RND1 (Radical Numerics, 2025): Qwen 3's layers with experts, whose tokens see each other. Writes by diffusion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.kernels.graph import Graph
+from localllm.models.blocks import llama_like
+from localllm.models.config import Header
+from localllm.models.hf_convert import expert_norm
+
+HF_MEANT: dict[str, tuple[Any, ...]] = {"mask_token_id": ()}
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    mask = {".tokenizer.ggml.mask_token_id": config.mask_token_id}
+    return {"attention.causal": False} | mask | expert_norm(config, usual=True)
+
+
+def record(m: Header) -> Graph:
+    return llama_like(m, experts=m.experts(), qk_norm="head")
