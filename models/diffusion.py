@@ -1,6 +1,6 @@
-"""Settings of language models that write by diffusion: they replace mask tokens instead of continuing a text.
+"""Settings of language models that write by diffusion: they replace mask tokens.
 
-All tokens of prompt and reply see each other. The reply starts as mask tokens, and each step replaces some of them.
+All tokens of prompt and reply see each other. The reply starts as mask tokens, and each step replaces some masks.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ from localllm.models.blocks import llama_like
 
 record = llama_like
 
-HF_MEANT: dict[str, tuple[Any, ...]] = {"mask_token_id": ()}
-
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    return {"attention.causal": False, ".tokenizer.ggml.mask_token_id": config.mask_token_id}
+    return {"attention.causal": False}

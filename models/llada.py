@@ -10,19 +10,9 @@ from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, expert_norm, head_dim, implied, interleave_pairs
 
-HF_NAMES = {
-    "model.transformer.wte": "token_embd",
-    "model.transformer.ln_f": "output_norm",
-    "model.transformer.ff_out": "output",
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "attn_out": "attn_output",
-    "ff_norm": "ffn_norm",
-    "ff_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "ff_out": "ffn_down",
-}
+#: Mask token of LLaDA-MoE. Its config.json does not contain this number.
+MOE_MASK = 156_895
+
 HF_MEANT: dict[str, tuple[Any, ...]] = (
     implied("activation_type", "silu")
     | implied("layer_norm_type", "rms")
@@ -32,17 +22,17 @@ HF_MEANT: dict[str, tuple[Any, ...]] = (
     | implied("alibi attention_layer_norm input_emb_norm scale_logits bias_for_layer_norm", False)
     | implied("shared_expert_intermediate_size routed_scaling_factor", None, 0, 1.0)
     | implied("alibi_bias_max attention_layer_norm_with_affine dense_intermediate_size embedding_size")
-    | implied("include_bias include_qkv_bias init_cutoff_factor init_fn init_std mask_token_id mlp_ratio")
-    | implied("moe_layer_freq multi_query_attention precision")
+    | implied("include_bias include_qkv_bias init_cutoff_factor init_fn mlp_ratio moe_layer_freq")
+    | implied("multi_query_attention precision weight_tying")
 )
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    keys = {"attention.causal": False, ".diffusion.shift_logits": False, "rope.dimension_count": head_dim(config)}
+    keys = {"attention.causal": False, ".diffusion.shift_logits": False}
     if "num_experts" not in config:
-        return keys | {"vocab_size": config.vocab_size, ".tokenizer.ggml.mask_token_id": config.mask_token_id}
+        return keys | {"rope.dimension_count": head_dim(config), "vocab_size": config.vocab_size}
     keys |= {"expert_feed_forward_length": config.expert_intermediate_size}
-    return keys | {".tokenizer.ggml.mask_token_id": 156895} | expert_norm(config, usual=False)
+    return keys | {".tokenizer.ggml.mask_token_id": MOE_MASK} | expert_norm(config, usual=False)
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:

@@ -9,12 +9,9 @@ from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import expert_norm
 
-HF_MEANT: dict[str, tuple[Any, ...]] = {"mask_token_id": ()}
-
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    mask = {".tokenizer.ggml.mask_token_id": config.mask_token_id}
-    return {"attention.causal": False} | mask | expert_norm(config, usual=True)
+    return {"attention.causal": False} | expert_norm(config, usual=True)
 
 
 def record(m: Header) -> Graph:

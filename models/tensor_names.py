@@ -39,7 +39,7 @@ _CLASSIFIER = {"dense": "pooler.dense.", "out_proj": "classifier."}
 #: Suffixes of the limits of a matrix's input and output (Gemma 4).
 _CLAMPS = (".input_min", ".input_max", ".output_min", ".output_max")
 #: Start of the names of tensors in layers.
-LAYER = r"(?:\w+\.)?(?:layers?|h|blocks?|transformer_encoder)\.(\d+)\."
+LAYER = r"(?:model\.(?=transformer\.))?(?:\w+\.)?(?:layers?|h|blocks?|transformer_encoder)\.(\d+)\."
 
 
 def tensor_names(architecture: str, exceptions: Mapping[str, str]) -> dict[str, str]:

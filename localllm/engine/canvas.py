@@ -1,7 +1,7 @@
 """The text of a request for a model that writes by diffusion: a prompt, followed by tokens that replace masks.
 
-All tokens see each other, so keys and values of the prompt depend on the reply, and nothing is cached: each step
-evaluates the whole text. The step then chooses a token for each mask, and keeps the tokens with the highest
+All tokens see each other, so keys and values of the prompt depend on the reply and are not cached: each step
+evaluates prompt and reply. The step then chooses a token for each mask, and keeps the tokens with the highest
 confidence. The other masks are chosen again in the next step. A token that replaced a mask never changes.
 
 Schedules (tokens that a step keeps):
@@ -32,7 +32,7 @@ MAX_MASKS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionSettings:
-    """How a text is written.
+    """How masks are replaced.
 
     ``algorithm`` defines the confidence in a token: its probability ("confidence"), the negative entropy of the
     distribution ("entropy"), the difference of the two largest probabilities ("margin") or a random number
@@ -60,7 +60,7 @@ class _Step:
 
 
 class Canvas:
-    """A text that is being written. Only the engine thread changes it."""
+    """Prompt and unfinished reply of a request. Only the engine thread changes it."""
 
     def __init__(self, prompt: Sequence[int], n_tokens: int, settings: DiffusionSettings) -> None:
         """
@@ -165,7 +165,7 @@ def _time(i: int, n_steps: int, eps: float) -> float:
 
 
 def _truncated(tokens: Candidates, sampling: Sampling) -> Candidates:
-    """Return the tokens of which one is drawn, with their tempered logits."""
+    """Return the tokens to draw from, with their tempered logits."""
     if sampling.temperature:
         tokens = steps.temper(tokens, sampling.temperature)
     if sampling.top_k:

@@ -763,7 +763,7 @@ class CheckedOptions(_Checked):
     diffusion_algorithm: DiffusionAlgorithm | None = _call_option(
         None,
         _one_of("origin", "entropy", "margin", "random", "confidence"),
-        "measure by which a step of diffusion selects the tokens to keep: the largest probability ('confidence'), "
+        "measure that selects the tokens which a step of diffusion keeps: the largest probability ('confidence'), "
         "the smallest entropy ('entropy'), the largest distance to the second token ('margin') or a random number "
         "('random').  With 'origin', the number of tokens is random too.",
         "--",

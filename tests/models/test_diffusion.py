@@ -16,9 +16,23 @@ from tests.helpers import diffusion as plain, plain_transformer, tiny_models
 from tests.helpers.backends import shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner
+from tests.models.tiny import DIFFUSION, make_model, write
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 290, 41)]
 PROMPT = IDS[:9]
+
+
+@pytest.mark.parametrize("name", DIFFUSION)
+def test_converted_models_match_transformers(name: str, tmp_path: Path) -> None:
+    """The models have other names in transformers, whose tokens then see each other."""
+    torch = pytest.importorskip("torch", reason="needs the extra 'reference'")
+    pytest.importorskip("transformers", reason="needs the extra 'reference'")
+    model = make_model(DIFFUSION[name])
+    with torch.no_grad():
+        expected = model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
+    path = write(tmp_path / "model.gguf", DIFFUSION[name], model)
+    for ops, limit in ((ReferenceOps(np.float32), 1e-4), (shared_by_threads(CPUOps(threads=2)), 5e-3)):
+        assert np.abs(Runner(path, ops).logits(IDS) - expected).max() < limit * np.abs(expected).max()
 
 
 @dataclass
