@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -26,6 +27,7 @@ from localllm.options.declared import CheckedOptions
 from localllm.sampling import Sampling, greedy
 from tests.helpers.command_line import run_main
 from tests.helpers.diffusion import MASK, write
+from tests.helpers.gguf_writer import finish
 from tests.helpers.requests import Results, SteppedEngine, results
 
 PROMPT = [5, 17, 200, 33]
@@ -244,6 +246,23 @@ def test_methods_that_need_the_next_token_are_refused(llm: LLM) -> None:
     ):
         with pytest.raises(UsageError, match="writes by diffusion"):
             use()
+
+
+def test_adapters(path: Path, llm: LLM, tmp_path: Path) -> None:
+    """The reply with an adapter and the reply without it are written in the same steps."""
+    writer = gguf.GGUFWriter(tmp_path / "adapter.gguf", "llada")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 4)
+    rng = np.random.default_rng(0)
+    for part, shape in (("a", (4, 64)), ("b", (64, 4))):
+        writer.add_tensor(f"blk.0.attn_output.weight.lora_{part}", rng.normal(0, 0.5, shape).astype(np.float32))
+    finish(writer)
+    with localllm.load(path, device="cpu", parallel=2, adapters={"a": tmp_path / "adapter.gguf"}) as adapted:
+        streams = [adapted.stream(PROMPT, max_tokens=N, adapters={"a": scale}) for scale in (0.0, 1.0)]
+        without, with_adapter = ([id_ for chunk in stream for id_ in chunk.ids] for stream in streams)
+    assert tuple(without) == llm.generate(PROMPT, max_tokens=N).ids
+    assert with_adapter != without
 
 
 def test_a_draft_model_is_refused(path: Path) -> None:
