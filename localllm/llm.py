@@ -31,6 +31,7 @@ from localllm.errors import (
 )
 from localllm.files import expanded
 from localllm.generation.completion import Completion, Stream
+from localllm.generation.diffusion import check_no_diffusion, make_canvas
 from localllm.generation.embedding import unit_length
 from localllm.generation.scoring import Score, last_logits, scores
 from localllm.inspection.names import ValueNames
@@ -1193,8 +1194,11 @@ class LLM:
         """
         from localllm.chat.tool_choice import is_function
 
+        writes_tokens = self._opened().diffusion is None
+        if chosen.forced and not writes_tokens:
+            raise UsageError("a model that writes by diffusion cannot be forced to call a tool: let it choose")
         callable_tools = [tool for tool in chosen.forced or chosen.offered if is_function(tool)]
-        is_off = checked.sampling.grammar_kind is not None or not checked.tool_grammar
+        is_off = checked.sampling.grammar_kind is not None or not (checked.tool_grammar and writes_tokens)
         if not callable_tools or (is_off and not chosen.forced):
             return None
         from localllm.chat.calls.formats import DESCRIBED
@@ -1284,31 +1288,29 @@ class LLM:
             truncated = checked.overflow == "truncate"
             remedies = (Argument("overflow", "truncate"),) if truncatable and not truncated else ()
             raise ContextLengthError(len(ids), engine.context, *remedies, truncated=truncated)
-        text_of = text_ids(ids) if media.placed else ids
-        sampler = Sampler(
-            sampling,
-            engine.n_vocab,
-            prompt_ids=text_of,
-            token_bytes=tokenizer.token_bytes,
-            constraint=self._constraint(engine, sampling, calls, text_of, template),
-            reasoning=self._reasoning_limit(checked, splitter, text_of),
-        )
         make_request = partial(
             Request,
             ids,
-            sampler=sampler,
             stop_ids=tokenizer.eog_ids,
             max_tokens=checked.max_tokens,
             priority=checked.priority,
             timeout_s=checked.timeout,
             client=checked.client,
-            speculate=_drafting(checked, engine.drafts_by),
-            draft_max=checked.draft_max,
-            draft_always=checked.draft_always,
             adapters=self._adapter_scales(checked.adapters),
             media=media,
-            probe=self._probe(checked, len(ids)),
         )
+        if (diffusion := engine.diffusion) is not None:
+            limits = {"context": engine.context, "max_masks": engine.max_outputs}
+            make_request.keywords["canvas"] = make_canvas(ids, checked, sampling, diffusion, **limits)
+        else:
+            check_no_diffusion(checked)
+            make_request.keywords.update(
+                sampler=self._sampler(engine, checked, sampling, calls, template, splitter, ids, media),
+                speculate=_drafting(checked, engine.drafts_by),
+                draft_max=checked.draft_max,
+                draft_always=checked.draft_always,
+                probe=self._probe(checked, len(ids)),
+            )
         return Stream(
             engine,
             decoder,
@@ -1317,6 +1319,28 @@ class LLM:
             progress=checked.progress,
             on_end=on_end,
             parser=parser,
+        )
+
+    def _sampler(
+        self,
+        engine: Engine,
+        checked: CheckedOptions,
+        sampling: Sampling,
+        calls: tuple[CallGrammar, CallSearch] | None,
+        template: str,
+        splitter: ThinkingSplitter | None,
+        ids: list[int],
+        media: PromptMedia,
+    ) -> Sampler:
+        """Return the sampler of a request.  `_start` documents the arguments."""
+        text_of = text_ids(ids) if media.placed else ids
+        return Sampler(
+            sampling,
+            engine.n_vocab,
+            prompt_ids=text_of,
+            token_bytes=self._tokenizer.token_bytes,
+            constraint=self._constraint(engine, sampling, calls, text_of, template),
+            reasoning=self._reasoning_limit(checked, splitter, text_of),
         )
 
     def _constraint(

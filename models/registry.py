@@ -11,9 +11,13 @@ from localllm.errors import KernelError, ModelError, UnsupportedArchitectureErro
 from localllm.kernels.graph import CacheType, Graph
 from localllm.kernels.operations import RopeAppend
 from localllm.models.config import Header, ModelConfig, ModelMetadata, read_architecture, read_general
+from localllm.models.diffusion import DREAM, LLADA, RND1, Diffusion
 from localllm.models.hf_convert import MEANT, Array, rope_factors
 from localllm.models.pooling import Pooling, read_kind
 from localllm.models.weights import ModelFile, Weights
+
+#: Largest default context of a model that writes by diffusion, in tokens.
+MAX_DIFFUSION_CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Architecture:
     hf_types: str = ""
     has_block: bool = False  # whether it can also record the block after the last layer (`localllm.models.mtp`)
     is_encoder: bool = False  # whether it is always an embedding model, independently of the file's keys
+    diffusion: Diffusion | None = None  # how it writes by default, if it writes by diffusion
     # whether a conversion needs the target model, because a drafter's checkpoint lacks parts such as the vocabulary
     takes_target: bool = False
 
@@ -111,6 +116,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek32": Architecture("deepseek32", "DeepSeek V3.2", "deepseek_v32", has_block=True),
     "deepseek4": Architecture("deepseek4", "DeepSeek V4, text", "deepseek_v4"),
     "dots1": Architecture("dots1", "dots.llm1", "dots1"),
+    "dream": Architecture("dream", "Dream", "Dream", diffusion=DREAM),
     "ernie4_5": Architecture("ernie4_5", "ERNIE 4.5, dense", "ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5", "ERNIE 4.5 with experts", "ernie4_5_moe"),
     "eurobert": Architecture("eurobert", "EuroBERT, as embedding models", "eurobert", is_encoder=True),
@@ -160,6 +166,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2": Architecture("lfm2", "LFM2", "lfm2"),
     "lfm2moe": Architecture("lfm2", "LFM2 with experts", "lfm2_moe"),
     "lfm3": Architecture("lfm3", "LFM3", "lfm3"),
+    "llada": Architecture("llada", "LLaDA and LLaDA 1.5", "llada", diffusion=LLADA),
+    "llada-moe": Architecture(
+        "llada", "LLaDA-MoE", "LLaDAMoEModel LLaDAMoEModelLM lladamoe llada_moe", diffusion=LLADA
+    ),
     "llama": Architecture(
         "llama",
         "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM, IQuest-Coder",
@@ -222,6 +232,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3vlmoe": Architecture("qwen3", "Qwen 3 VL with experts, text", "qwen3_vl_moe qwen3_vl_moe_text"),
     "qwen4exp": Architecture("qwen4exp", "Qwen 3.8 Flash Next, text", "qwen4_exp qwen4_exp_text"),
     "refact": Architecture("refact", "Refact 1.6B", "gpt_refact"),
+    "rnd1": Architecture("rnd1", "RND1", "rnd1", diffusion=RND1),
     "seed_oss": Architecture("seed_oss", "Seed-OSS", "seed_oss"),
     "smallthinker": Architecture("smallthinker", "SmallThinker", "smallthinker"),
     "smollm3": Architecture("smollm3", "SmolLM3", "smollm3"),
@@ -261,6 +272,14 @@ class Model:
     is_long: bool = False
     # pooling of the graph's output; None if the output is logits
     pooling: Pooling | None = None
+    # how the model writes, if it writes by diffusion
+    diffusion: Diffusion | None = None
+
+    @property
+    def default_context(self) -> int:
+        """Context if the memory suffices. A step of a diffusion model evaluates a whole text."""
+        n = self.config.context_length
+        return n if self.diffusion is None else min(n, MAX_DIFFUSION_CONTEXT)
 
 
 def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
@@ -319,8 +338,10 @@ def read_model(
     weights.skip_layers(config.n_layers)
     context = config.context_length if context is None else context
     try:
-        is_causal = meta.read("attention.causal", bool, not architecture.is_encoder)
-        kind = read_kind(meta, weights) or (None if is_causal and not architecture.is_encoder else "mean")
+        diffusion = architecture.diffusion and architecture.diffusion.read(file.metadata, config.n_vocab)
+        is_causal = meta.read("attention.causal", bool, not architecture.is_encoder) and diffusion is None
+        has_logits = diffusion is not None or (is_causal and not architecture.is_encoder)
+        kind = read_kind(meta, weights) or (None if has_logits else "mean")
         header = Header(meta, config, weights, context, cache_type, kind, is_block, target, sees, is_causal)
         graph = architecture.record(header)
         pooling = None if kind is None else Pooling.read(meta, weights, kind, graph)
@@ -338,4 +359,4 @@ def read_model(
     meta.check_all_read(file.tensors, rotates=rotates)
     weights.check_all_used()
     config = replace(config, n_layers=max(config.n_layers, graph.n_layers))  # layers may run several times
-    return Model(config, graph, context > config.original_context, pooling)
+    return Model(config, graph, context > config.original_context, pooling, diffusion)

@@ -88,6 +88,7 @@ OTHER_FENCES = {
     ("serve.md", "toml"): "tests/localllm/server/test_serve_command.py",
     ("integrations.md", "py"): "tests/localllm/integrations/test_recipes.py",
     ("library.md", "py"): "needs a model or a program that is not available",
+    ("models.md", "py"): "needs a model that writes by diffusion: tests/localllm/generation/test_diffusion.py",
     ("images.md", "py"): "needs a model with image input: tests/models/encoders/test_seeing.py",
     ("audio.md", "py"): "needs a model with audio input: tests/models/encoders/test_hearing.py",
     ("many-machines.md", "haproxy"): "tests/localllm/integrations/test_haproxy.py",

@@ -17,7 +17,7 @@ import pytest
 from localllm.cli import commands
 from localllm.models.registry import ARCHITECTURES
 from tests.helpers.command_line import run_main
-from tests.models.tiny import ENCODERS, TINY
+from tests.models.tiny import DIFFUSION, ENCODERS, TINY
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -246,5 +246,7 @@ def test_the_page_of_models_has_the_architectures_of_the_registry() -> None:
         named = re.escape(f"| `{name}` | {architecture.models} |")
         numbers = r"\de-0[4-9] \| \de-0[3-9]"
         assert re.fullmatch(rf"{named} {numbers} \| (yes|–) \|", row), f"replace {row} (see above the table)"
-    assert {tiny.architecture for tiny in (TINY | ENCODERS).values()} == set(ARCHITECTURES), "tests/models/tiny.py"
+    assert {tiny.architecture for tiny in (TINY | ENCODERS | DIFFUSION).values()} == set(ARCHITECTURES), (
+        "tests/models/tiny.py"
+    )
     assert f"[{len(ARCHITECTURES)} architectures](docs/models.md)" in (ROOT / "README.md").read_text("utf-8")

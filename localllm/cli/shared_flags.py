@@ -167,6 +167,10 @@ ENDING = [
     *options(CheckedOptions, "ignore_eos"),
     *options(CheckedOptions, "stop", action="append"),
 ]
+#: Flags of models that write by diffusion.
+DIFFUSION = options(
+    CheckedOptions, "diffusion_steps", "diffusion_block_length", "diffusion_algorithm", "diffusion_eps"
+)
 SAMPLING: list[Flag | str] = [
     "sampling",
     *options(Sampling),
@@ -198,6 +202,8 @@ SAMPLING: list[Flag | str] = [
         lambda text: text.split(";"),
     ),
     several("-l --logit-bias ID±X", "add X to the logit of a token: 15043+1, 15043-0.5, 15043-inf", types.logit_bias),
+    "diffusion",
+    *DIFFUSION,
 ]
 DRAFT_MODEL = options(LoadOptions, "draft_model", type=types.model_file)
 SPECULATION: list[Flag | str] = [

@@ -17,6 +17,11 @@ _TABLES: dict[str, Any] = json.loads(PATH.read_text("utf-8"))
 
 _KIMI_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 NAMES: dict[str, Any] = _TABLES["names"] | {
+    "llada": [
+        *(["hidden_size", "d_model"], ["num_attention_heads", "n_heads"], ["num_key_value_heads", "n_kv_heads"]),
+        *(["num_hidden_layers", "n_layers"], ["intermediate_size", "mlp_hidden_size"]),
+        ["max_position_embeddings", "max_sequence_length"],
+    ],
     "mamba2": [["num_heads"], ["num_attention_heads"]],
     "nomic_bert": [["intermediate_size", "n_inner"], ["layer_norm_eps", "layer_norm_epsilon"]],
     "kimi_k25_vision": [

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.block_store import BlockStore
 from localllm.engine.cache import PagedCache
+from localllm.engine.canvas import Canvas
 from localllm.engine.disk_tier import DiskTier
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
@@ -128,6 +129,8 @@ class Engine:
         self.max_tokens = runner.max_tokens  # most tokens per step
         self.width = runner.width  # values per output row: logits, or dimensions of an embedding
         self.graph = runner.graph  # with the names of values that requests can read and change
+        self.diffusion = runner.diffusion  # how the model writes, if it writes by diffusion
+        self.max_outputs = runner.max_outputs  # most rows of logits per step
         self.drafts_by = None if draft_model is None else draft_model.kind  # "draft", "mtp" or None
         self._max_waiting = max_waiting
         self._process = Process()
@@ -158,9 +161,14 @@ class Engine:
         self.check()
         if not request.tokens:
             raise UsageError("the prompt is empty: give at least one token")
+        if (self.diffusion is None) != (request.canvas is None):
+            raise UsageError(
+                "the model writes by diffusion, so it has no logits of a next token and no values to read: use it to "
+                "generate text, or choose a model that writes token by token"
+            )
         self._check_tokens(request)
-        if len(request.tokens) > self.context:
-            raise ContextLengthError(len(request.tokens), self.context)
+        if request.n_text > self.context:
+            raise ContextLengthError(request.n_text, self.context)
         if self.n_waiting >= self._max_waiting and self._has_share(request.client):
             raise QueueFullError(
                 f"{self.n_waiting:,} requests are waiting for the model: try again later, or load the model "
@@ -445,7 +453,9 @@ class EngineLoop:
         self.counts.in_steps += len(batch)
         self.counts.step_s += seconds
         self.counts.experts = self.runner.expert_reads
-        self.counts.prompt_tokens += sum(e.n_tokens for e in batch if not e.request.n_generated)
+        self.counts.prompt_tokens += sum(
+            e.n_tokens for e in batch if not e.request.n_generated and e.request.canvas is None
+        )
         n_of_prompts = sum(e.n_tokens for e in batch if not e.request.is_decoding)
         self._scheduler.step_times.add(n_of_prompts, n_decoding, seconds)
         if len(batch) == n_decoding == 1:
@@ -513,6 +523,9 @@ class EngineLoop:
         """Record the evaluated tokens of a request and sample. Return the finish reason if the request is done."""
         request, sequence = scheduled.request, scheduled.request.sequence
         assert sequence is not None
+        if request.canvas is not None:
+            assert isinstance(logits, np.ndarray)
+            return self._take_canvas(request, request.canvas, logits[rows], begin)
         position = len(sequence)
         is_whole = request.n_missing == scheduled.n_tokens
         if not scheduled.n_drafts:
@@ -546,6 +559,29 @@ class EngineLoop:
         if is_slow:
             request.choosing_s = time.perf_counter() - choosing
         return reason
+
+    def _take_canvas(
+        self, request: Request, canvas: Canvas, logits: NDArray[np.float32], begin: float
+    ) -> FinishReason | None:
+        """Finish a step of diffusion. Append the tokens up to the first mask. Return the finish reason if done."""
+        n_chosen = request.n_chosen
+        canvas.advance(logits)
+        if canvas.n_steps == 1:
+            request.prefill_s = time.perf_counter() - request.started_at
+            request.n_reached = request.n_prompt
+            self.counts.prefill_s += request.prefill_s
+            self.counts.prompt_tokens += request.n_prompt
+            request.output.progress(request.n_prompt)
+        settled = canvas.ids[len(request.tokens) : canvas.n_settled]
+        reason = self._append(request, ((Choice(id_), False, False) for id_ in settled))
+        if not n_chosen and request.n_chosen:
+            request.first_token_s = time.perf_counter() - request.submitted_at
+        if canvas.n_steps > 1:
+            seconds = time.perf_counter() - begin
+            request.decode_s += seconds
+            self.counts.decode_s += seconds
+            self.counts.decode_tokens += request.n_chosen - n_chosen
+        return reason or ("length" if canvas.is_complete else None)
 
     def _take_choices(
         self, scheduled: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence
+from localllm.engine.canvas import Canvas
 from localllm.engine.drafting import Drafter, Drafts
 from localllm.engine.media import NO_MEDIA, Embeddings, PreparedMedia, PromptMedia
 from localllm.engine.probe import Probe
@@ -132,6 +133,7 @@ class Request:
     adapters: tuple[float, ...] = ()  # scale of each loaded LoRA adapter; empty: base model
     media: PromptMedia = NO_MEDIA  # images and audio in the prompt; ``tokens`` holds their `PreparedMedia.ids`
     probe: Probe | None = None  # values inside the model that the request reads or changes
+    canvas: Canvas | None = None  # text of a model that writes by diffusion; without a sampler
     scope: str = ""  # requests of different scopes share no cached tokens and images
 
     # State, changed by the engine thread
@@ -205,15 +207,22 @@ class Request:
         return next(ends, n)
 
     @property
+    def n_text(self) -> int:
+        """Tokens of the text, with masks."""
+        return len(self.tokens) if self.canvas is None else len(self.canvas.ids)
+
+    @property
     def n_missing(self) -> int:
         """Tokens that are not in the cache."""
-        return len(self.tokens) - (0 if self.sequence is None else len(self.sequence.ids))
+        return self.n_text - (0 if self.sequence is None else len(self.sequence.ids))
 
     @property
     def is_decoding(self) -> bool:
         """True if only text remains: the last token, and tokens to evaluate again after rejected drafts."""
         n_missing = self.n_missing
-        return n_missing <= 1 + self.n_again and len(self.tokens) - n_missing >= self.media.stop
+        return (
+            self.canvas is None and n_missing <= 1 + self.n_again and len(self.tokens) - n_missing >= self.media.stop
+        )
 
     def n_ready(self, start: int) -> int:
         """Return the number of tokens from ``start`` to the first image without embeddings."""

@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence, Launched, PagedCache, n_window_pages
+from localllm.engine.canvas import MAX_MASKS
 from localllm.engine.media import NO_MEDIA, Embeddings, PromptMedia
 from localllm.engine.probe import Probe
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.backend import Backend, Batch, ExpertReads, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph, Rows, Tensor, Value
 from localllm.kernels.variants import graph_variant, head_graph
+from localllm.models.diffusion import Diffusion
 
 #: Default for the most tokens per step. A backend may choose more (`Backend.step_tokens`).
 MAX_TOKENS = Backend.step_tokens
@@ -51,6 +53,7 @@ class BatchItem:
     media: PromptMedia = NO_MEDIA
     embeddings: Mapping[bytes, Embeddings] = field(default_factory=dict)
     probe: Probe | None = None  # values that the request reads or changes; the same program for a whole batch
+    outputs: Sequence[int] | None = None  # tokens of ``ids`` whose logits are computed; None: the last n_outputs
 
     def embedded(self) -> Iterator[tuple[range, Embeddings]]:
         """Yield token indices in the chunk, and their embeddings, for each image in the chunk."""
@@ -94,12 +97,14 @@ class ModelRunner:
         has_spans: bool = False,
         hidden: Value | None = None,
         graph: Graph | None = None,
+        diffusion: Diffusion | None = None,
     ) -> None:
         """
         Args:
             step: compiled for ``min(max_tokens, context)`` tokens and their `max_outputs`.
             width: values per output row; default: ``n_vocab``.
             graph: graph of ``step``, for requests that read or change its values; default: no request does.
+            diffusion: how the model writes, if it writes by diffusion: all requests then have a canvas.
         """
         self.context = context  # context length
         self.n_vocab = n_vocab
@@ -108,7 +113,8 @@ class ModelRunner:
         self.is_causal = is_causal  # True if text can be evaluated in several steps
         # has_axes: positions of image tokens have several axes. has_spans: tokens of an image see each other.
         self.has_axes, self.has_spans = has_axes, has_spans
-        self.max_outputs = max_outputs(self.width, self.max_tokens)  # most rows of logits per step
+        self.diffusion = diffusion
+        self.max_outputs = max_outputs(self.width, self.max_tokens, diffusion)  # most rows of logits per step
         # Most top logits that the device finds; 0 if logits are in host memory anyway
         self.max_top_k = step.max_top_k
         self.cache = PagedCache(step.cache)
@@ -311,9 +317,10 @@ def max_step_tokens(graph: Graph, context: int, max_tokens: int) -> int:
     return min(max_tokens, context) if graph.is_causal else context
 
 
-def max_outputs(width: int, max_tokens: int) -> int:
+def max_outputs(width: int, max_tokens: int, diffusion: Diffusion | None = None) -> int:
     """Return the most output rows per step, for rows of ``width`` values."""
-    return max(1, min(max_tokens, MAX_LOGITS_BYTES // (4 * width)))
+    least = 1 if diffusion is None else min(MAX_MASKS, max_tokens)
+    return max(least, min(max_tokens, MAX_LOGITS_BYTES // (4 * width)))
 
 
 def _streams(chunks: Sequence[BatchItem]) -> HostOutput | None:
@@ -339,7 +346,10 @@ def make_batch(chunks: Sequence[BatchItem], page_size: int) -> Batch:
         stop = chunk.start + len(chunk.ids)
         ids += chunk.ids if chunk.start >= chunk.media.stop else [max(id_, 0) for id_ in chunk.ids]
         positions += range(chunk.start, stop)
-        outputs += range(len(ids) - chunk.n_outputs, len(ids))
+        if chunk.outputs is None:
+            outputs += range(len(ids) - chunk.n_outputs, len(ids))
+        else:
+            outputs += [len(ids) - len(chunk.ids) + i for i in chunk.outputs]
         query_starts.append(len(ids))
         kv_lengths.append(stop)
         for group, pages in enumerate(chunk.sequence.pages):

@@ -51,6 +51,9 @@ class Scheduled:
     def chunk(self) -> BatchItem:
         request, sequence = self.request, self.request.sequence
         assert sequence is not None
+        if (canvas := request.canvas) is not None:
+            outputs = canvas.outputs
+            return BatchItem(sequence, canvas.ids, len(outputs), 0, request.adapters, outputs=outputs)
         start = len(sequence)
         ids = request.tokens[start : start + self.n_tokens] + request.drafts[: self.n_drafts]
         n_outputs = request.n_outputs(start, self.n_tokens, self.n_drafts)
@@ -112,6 +115,7 @@ class Scheduler:
         self._step_s = step_s
         # If experts stay in the file, a step reads nearly all experts, however few prompt tokens it has.
         self._least_alone = MIN_CHUNK_ALONE if runner.expert_reads is None else self._max_tokens
+        self._is_diffusion = runner.diffusion is not None
         # is_causal: a prompt can be split into chunks. has_spans: an image must be in one step.
         self._is_causal, self._has_spans = runner.is_causal, runner.has_spans
         self._decode_counter = count(1)
@@ -142,6 +146,8 @@ class Scheduler:
         self.admit()
         batch: list[Scheduled] = []
         active = [request for request in self.running if not (request.output.is_full or request.is_choosing)]
+        if self._is_diffusion:
+            return self._canvases(active)
         decoding = [request for request in active if request.is_decoding]
         prompts = [request for request in active if not request.is_decoding]
         most = min(self._max_outputs, self._max_tokens)
@@ -170,6 +176,25 @@ class Scheduler:
         self._add_drafts(batch, n_decoding, rows_left)
         return batch
 
+    def _canvases(self, active: list[Request]) -> list[Scheduled]:
+        """Return a step of requests of a model that writes by diffusion, which take turns.
+
+        Each request adds its whole text. After the first text, texts are added if the step has room for their tokens
+        and logits, and takes about as long as a step with prompt tokens.
+        """
+        batch: list[Scheduled] = []
+        tokens_left, rows_left = self._max_tokens, self._max_outputs
+        budget = self.step_times.budget(self._step_s)
+        for request in sorted(active, key=lambda request: request.last_decoded_step):
+            assert request.canvas is not None
+            n, n_rows = request.n_missing, len(request.canvas.outputs)
+            has_room = n <= tokens_left and n_rows <= rows_left and (not batch or n <= budget)
+            if has_room and request.sequence is not None and self._free_pages(request, n, batch):
+                batch.append(Scheduled(request, n))
+                request.last_decoded_step = next(self._decode_counter)
+                tokens_left, rows_left, budget = tokens_left - n, rows_left - n_rows, budget - n
+        return batch
+
     def admit(self) -> None:
         """Admit waiting requests while there are pages."""
         if not self.waiting:
@@ -183,7 +208,7 @@ class Scheduler:
             waiting.remove(request)
             n_running[request.client] += 1
             reusable = request.tokens[: request.n_reusable]
-            n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens), request.tree)
+            n_pages = self._cache.n_pages_to_begin(reusable, request.n_text, request.tree)
             while self.running and not self._fits(request, n_pages):
                 paused = self._paused()
                 if paused is None:
@@ -202,7 +227,7 @@ class Scheduler:
         """
         sequences = ((running.sequence, running.n_missing) for running in self.running)
         missing = (self._cache.n_pages_missing(sequence, n) for sequence, n in sequences if sequence is not None)
-        lengths = (len(candidate.tokens) for candidate in (*self.running, request))
+        lengths = (candidate.n_text for candidate in (*self.running, request))
         return (
             len(self.running) < self._max_running
             and n_pages <= self._cache.n_available - sum(missing) - len(self.running)

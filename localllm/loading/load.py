@@ -93,12 +93,13 @@ def load_file(options: LoadOptions) -> LoadedModel:
         if encoder is not None:
             on_failure.callback(encoder.close)
         sources = [_read(file, options, "the model", adapts=True, sees=encoder is not None)]
-        store = None if sources[0].model.pooling is not None else _open_store(options)
+        caches = sources[0].model.pooling is None and sources[0].model.diffusion is None
+        store = _open_store(options) if caches else None
         if store is not None:
             on_failure.callback(store.close)
         reading = files.enter_context(_TokenizerReader(file))
         template_source, template = TemplateSource.of_file(sources[0].file), None
-        defaults = sampling_defaults(sources[0].file.metadata)
+        defaults = _defaults(sources[0])
         if options.chat_template is not None:  # compiled now to report errors before the weights are loaded
             template_source = TemplateSource(built_in(options.chat_template) or options.chat_template)
             template = compile_template(template_source, reading.result())
@@ -191,6 +192,14 @@ def _cache_label(info: ModelInfo, adapters: Sequence[Adapter], tree: Any) -> str
         return None
     used = [(adapter.fingerprint, scale) for adapter, scale in zip(adapters, scales, strict=False) if scale]
     return json.dumps([info.title, info.cache_type, info.prompts_key, scope, used])
+
+
+def _defaults(source: _ModelSource) -> dict[str, Any]:
+    """Return a model's sampling settings, from the file and from the release of a model that writes by diffusion."""
+    in_file = sampling_defaults(source.file.metadata)
+    if (diffusion := source.model.diffusion) is None:
+        return in_file
+    return {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **diffusion.sampling, **in_file}
 
 
 def sampling_defaults(metadata: Mapping[str, object]) -> dict[str, Any]:
@@ -292,6 +301,8 @@ def _read(
 
 def _read_draft(file: GGUFFile, target: _ModelSource, options: LoadOptions) -> _ModelSource:
     """Return a draft model: independent, or reading the caches or the hidden states of the target model."""
+    if target.model.diffusion is not None:
+        raise UsageError(Argument("draft_model"), " is not used by a model that writes by diffusion: omit it")
     name = f"the draft model {path_text(file.path)}"
     architecture = file.metadata.get("general.architecture")
     if architecture not in DRAFTERS:
@@ -575,6 +586,7 @@ def _load(
         has_axes=graph.has_axes,
         has_spans=graph.has_spans,
         graph=graph,
+        diffusion=planner.model.diffusion,
     )
     notices = _plan_warnings(planner, placement, options) + _larger_weights(planner.name, placement, loaded)
     return runner, info, notices

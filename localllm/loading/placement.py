@@ -288,7 +288,7 @@ class Planner:
         devices = self.devices if self.n_gpu_layers != 0 else self.devices[:1]
         n_tokens = max_step_tokens(graph, context, max(device.backend.step_tokens for device in devices))
         n_pages = n_cache_pages(graph, context, self.parallel, self.page_size, n_tokens)
-        n_outputs = max_outputs(graph.result.width, n_tokens)
+        n_outputs = max_outputs(graph.result.width, n_tokens, self.model.diffusion)
         return StepSizes(n_pages, n_tokens, n_outputs, n_states(graph, context, self.parallel))
 
     def at(self, context: int) -> Placement:
@@ -420,9 +420,9 @@ def fit(
         planners: of the model, and of the draft model if there is a draft model.
         available: bytes of memory available on the host.
         advice: how to free memory, for the error; `memory_advice` if empty.
-        context: tokens of context. Defaults to the trained context if it takes at most half of the memory that the
-            weights leave, otherwise to the longest context that does. Up to `SHORT_CONTEXT`, a default context may
-            take all memory; if that is too small, the context is reduced to `MIN_CONTEXT` at least.
+        context: tokens of context. Defaults to `Model.default_context` if it takes at most half of the memory that
+            the weights leave, otherwise to the longest context that does. Up to `SHORT_CONTEXT`, a default context
+            may take all memory; if that is too small, the context is reduced to `MIN_CONTEXT` at least.
 
     Raises:
         NotEnoughMemoryError: the models do not fit.
@@ -436,7 +436,7 @@ def fit(
         except NotEnoughMemoryError:  # on a GPU
             return True
 
-    trained = planner.model.config.context_length
+    trained = planner.model.default_context
     # With experts in the file, a longer context would leave less memory for experts.
     may_be_long = context is None and planner.expert_bytes is None
     if may_be_long and trained > SHORT_CONTEXT and _leaves_memory(planners, available, trained, 0):

@@ -26,7 +26,15 @@ from localllm.errors import Argument, UsageError
 from localllm.nesting import parse_json
 from localllm.options.checks import as_int, check_keywords
 from localllm.options.foreign_names import THEIR_OPTIONS
-from localllm.options.types import DEFAULT_DRAFTS, MAX_DRAFTS, CacheScope, Overflow, Speculate, SplitMode
+from localllm.options.types import (
+    DEFAULT_DRAFTS,
+    MAX_DRAFTS,
+    CacheScope,
+    DiffusionAlgorithm,
+    Overflow,
+    Speculate,
+    SplitMode,
+)
 
 if TYPE_CHECKING:
     from localllm.kernels.graph import CacheType
@@ -735,6 +743,38 @@ class CheckedOptions(_Checked):
         SWITCH,
         "draft ``draft_max`` tokens in every step, even if that is not expected to be faster: to measure drafts, or "
         "if you know their costs better than localllm.",
+    )
+    diffusion_steps: int | None = _call_option(
+        None,
+        _TOKENS,
+        "number of steps of a model that writes by diffusion (LLaDA, Dream, RND1).  Fewer steps are faster, because "
+        "each step keeps more tokens, and the text is usually worse.",
+        "--",
+        none="one step per token",
+    )
+    diffusion_block_length: int | None = _call_option(
+        None,
+        _whole(0),
+        "tokens per block of a model that writes by diffusion.  Blocks are written in order.  0 writes the whole "
+        "text at once, with Dream's schedule.",
+        "--",
+        none="the model's default",
+    )
+    diffusion_algorithm: DiffusionAlgorithm | None = _call_option(
+        None,
+        _one_of("origin", "entropy", "margin", "random", "confidence"),
+        "measure that selects the tokens which a step of diffusion keeps: the largest probability ('confidence'), "
+        "the smallest entropy ('entropy'), the largest distance to the second token ('margin') or a random number "
+        "('random').  With 'origin', the number of tokens is random too.",
+        "--",
+        none="the model's default",
+    )
+    diffusion_eps: float | None = _call_option(
+        None,
+        _number(0.0, "a number from 0 to 0.99", 0.99),
+        "last time of Dream's schedule, for ``diffusion_block_length`` 0",
+        "--",
+        none="0.001",
     )
     priority: Priority = _call_option(
         "normal",

@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from localllm.options.declared import CheckedOptions, Sampling, describes
-from localllm.options.types import Hook, LogitsProcessor, OnValues, Overflow, Priority, Progress, Speculate
+from localllm.options.types import (
+    DiffusionAlgorithm,
+    Hook,
+    LogitsProcessor,
+    OnValues,
+    Overflow,
+    Priority,
+    Progress,
+    Speculate,
+)
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -66,6 +75,10 @@ class Options(SamplingOptions, total=False):
     speculate: Speculate | None
     draft_max: int
     draft_always: bool
+    diffusion_steps: int | None
+    diffusion_block_length: int | None
+    diffusion_algorithm: DiffusionAlgorithm | None
+    diffusion_eps: float | None
     priority: Priority
     tool_grammar: bool
     timeout: float | None

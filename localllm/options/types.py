@@ -18,6 +18,9 @@ Overflow = Literal["error", "truncate"]
 #: available one of the last two ("auto").
 Speculate = Literal["auto", "lookup", "draft", "mtp"]
 
+#: Measure that selects the tokens which a step of diffusion keeps: see `localllm.engine.canvas`.
+DiffusionAlgorithm = Literal["origin", "entropy", "margin", "random", "confidence"]
+
 #: How GPUs share a model: whole layers per GPU, or a part of every layer.
 SplitMode = Literal["layer", "row"]
 

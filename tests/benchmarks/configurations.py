@@ -39,9 +39,9 @@ from localllm.quantize import plan, run
 from tests.helpers.checkpoints import parsed
 from tests.helpers.recorder import ReferenceOps
 from tests.helpers.run_model import Runner
-from tests.models.tiny import ENCODERS, TINY, make_model, save, write_pooling
+from tests.models.tiny import DIFFUSION, ENCODERS, TINY, make_model, save, write_pooling
 
-MODELS = TINY | ENCODERS
+MODELS = TINY | ENCODERS | DIFFUSION
 
 #: Longer than windows and than the context before scaling.
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]

@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 
 def logits(config: Mapping[str, Any], weights: Mapping[str, NDArray[np.float32]], ids: Sequence[int]) -> Array:
-    """Return logits [T, n_vocab] of ``ids`` [T]."""
+    """Return logits [T, n_vocab] of ``ids`` [T].  Tokens see each other if the configuration has ``causal`` false."""
     w = {name: array.astype(np.float64) for name, array in weights.items()}
     x = w["model.embed_tokens.weight"][list(ids)]
     for i in range(config["num_hidden_layers"]):
@@ -54,7 +54,7 @@ def _attention(config: Mapping[str, Any], layer: Mapping[str, Array], x: Array) 
     for head in range(n_heads):
         group = head * n_kv_heads // n_heads
         for t in range(len(x)):
-            seen = range(max(0, t - window + 1), t + 1)
+            seen = range(max(0, t - window + 1), t + 1) if config.get("causal", True) else range(len(x))
             scores = [q[t, head] @ k[s, group] / head_dim**0.5 for s in seen]
             share = np.exp(scores) / np.exp(scores).sum()
             out[t, head] = share @ v[seen.start : seen.stop, group]
@@ -78,7 +78,8 @@ def _mixture(config: Mapping[str, Any], layer: Mapping[str, Array], x: Array) ->
     out = np.zeros_like(x)
     for t, logits in enumerate(x @ layer["mlp.gate.weight"].T):
         chosen = sorted(range(len(logits)), key=lambda expert: -logits[expert])[: config["num_experts_per_tok"]]
-        total = sum(np.exp(logits[expert]) for expert in chosen)
+        weighed = chosen if config.get("norm_topk_prob", True) else range(len(logits))
+        total = sum(np.exp(logits[expert]) for expert in weighed)
         for expert in chosen:
             gate, up = np.split(layer["mlp.experts.gate_up_proj"][expert] @ x[t], 2)
             y = layer["mlp.experts.down_proj"][expert] @ (gate / (1 + np.exp(-gate)) * up)

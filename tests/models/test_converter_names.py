@@ -59,7 +59,7 @@ class HeaderFile:
                 for layer in layers:
                     own = generic.replace("blk.N.", f"blk.{layer}.")
                     tensors[own] = HeaderTensor(own, tuple(map(int, shape.split())))
-        return cls(header["keys"], tensors)
+        return cls(header["keys"] | {"tokenizer.ggml.mask_token_id": 0}, tensors)  # headers have no tokenizer
 
 
 @pytest.mark.parametrize("name", HEADERS)
@@ -82,7 +82,7 @@ NOT_RELEASED = {
     r".* (norm_before_fc|norm_before_residual|target_hidden_size|target_layers)": "only in EAGLE-3 drafters",
     r".* rope\.freq_base_swa": "only in models with other rotary frequencies in windowed layers",
     r".* attention\.sliding_window": "its class is shared with Unlimited-OCR",
-    r"(arcee|eurobert|lfm2|qwen2|qwen3(vl)?) classifier\.\w+": "only in rerankers",
+    r"(arcee|dream|eurobert|lfm2|llada|qwen2|qwen3(vl)?) classifier\.\w+": "only in rerankers",
     r"deepseek2-ocr (attention\.\w+_(mla|lora_rank)|blk\.N\.attn_(k_b|kv_\w+|q_\w+|v_b))": "of DeepSeek 2",
     r"gemma-embedding \{dense\}_feat_(in|out)": "written as dense_2_feat_in and so on",
     r"(apertus|mpt) blk\.N\.ffn(_gate)?": "a mistake in the table, and the scales of AWQ",

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.convert import Checkpoint
+from localllm.convert.defaults import NAMES
 from localllm.gguf.writer import read_back
 from localllm.models import deepseek2, qwen3next, qwen35
 from localllm.models.registry import ARCHITECTURES, Conversion
@@ -1152,6 +1153,52 @@ ENCODERS: dict[str, Tiny] = {
     "qwen3-embedding": Tiny("qwen3", "qwen3", auto="AutoModel"),
     "t5": Tiny("t5", "t5encoder", T5, auto="T5EncoderModel"),
     "t5-gated": Tiny("t5", "t5encoder", T5 | {"feed_forward_proj": "gated-gelu"}, auto="T5EncoderModel"),
+}
+
+
+def as_llada(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rename a Llama to LLaDA's names."""
+    top = {"model.embed_tokens": "model.transformer.wte", "model.norm": "model.transformer.ln_f"}
+    top |= {"lm_head": "model.transformer.ff_out", "model.layers": "model.transformer.blocks"}
+    names = top | {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ff_norm",
+        "self_attn.o_proj": "attn_out",
+        "self_attn.": "",
+        "mlp.gate_proj": "ff_proj",
+        "mlp.up_proj": "up_proj",
+        "mlp.down_proj": "ff_out",
+    }
+    released, found = renamed(names, {"weight_tying": False})(config, tensors)
+    for ours, theirs in NAMES["llada"]:
+        released[theirs] = released.pop(ours)
+    settings = parsed("""
+        model_type=llada activation_type=silu layer_norm_type=rms block_type=llama block_group_size=1 mlp_ratio=4
+        rope=True rope_full_precision=True rope_theta=10_000.0 alibi=False alibi_bias_max=8.0 scale_logits=False
+        attention_layer_norm=False include_bias=False include_qkv_bias=False input_emb_norm=False
+        multi_query_attention=None init_fn=mitchell init_std=0.02 embedding_size=300 mask_token_id=299
+    """)
+    for name in ("rope_parameters", "head_dim", "hidden_act", "attention_bias", "mlp_bias"):
+        released.pop(name, None)
+    return released | settings | {"architectures": ["LLaDAModelLM"]}, found
+
+
+def as_llada_moe(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rename a Qwen 3 with experts to LLaDA-MoE's settings."""
+    config = config | {"expert_intermediate_size": config["moe_intermediate_size"]}
+    settings = {"model_type": "llada", "architectures": ["LLaDAMoEModelLM"], "mask_token_id": 299}
+    return {key: value for key, value in config.items() if key != "moe_intermediate_size"} | settings, tensors
+
+
+_BOTH_WAYS = {"is_causal": False, "mask_token_id": 299}
+#: Models that write by diffusion: their tokens see each other.
+DIFFUSION: dict[str, Tiny] = {
+    "dream": Tiny("qwen2", "dream", _BOTH_WAYS, release=called("Dream", "DreamModel")),
+    "llada": Tiny("llama", "llada", _BOTH_WAYS, release=as_llada),
+    "llada-moe": Tiny(
+        "qwen3_moe", "llada-moe", MIXTURE | _BOTH_WAYS | {"norm_topk_prob": False}, release=as_llada_moe
+    ),
+    "rnd1": Tiny("qwen3_moe", "rnd1", MIXTURE | _BOTH_WAYS, release=called("rnd1", "RND1")),
 }
 
 
