@@ -108,6 +108,10 @@ PROJECTORS: dict[str, Projector] = {
     "qwen3a": Projector(
         "qwen3a", "Qwen3Sound", "Qwen 3 ASR, Qwen 3 Omni", "qwen3 qwen3vl qwen3vlmoe", "qwen3_asr", kind="audio"
     ),
+    "musicflamingo": Projector(
+        "whisper", "AudioFlamingo", "Audio Flamingo 3", "qwen2", "audioflamingo3", kind="audio"
+    ),
+    "qwen2a": Projector("whisper", "Qwen2Audio", "Qwen 2-Audio", "qwen2", "qwen2_audio", kind="audio"),
     "ultravox": Projector("whisper", "Ultravox", "Ultravox 0.5", "llama qwen3 gemma3", "ultravox", kind="audio"),
     "voxtral": Projector("whisper", "Voxtral", "Voxtral", "llama", "voxtral", kind="audio"),
 }

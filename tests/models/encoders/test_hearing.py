@@ -78,6 +78,49 @@ class Voxtral:
         self.model.save_pretrained(folder)
 
 
+class AudioFlamingo:
+    """Also the class of Qwen 2-Audio, which has the same encoder."""
+
+    #: Less than a token, an odd number of rows, and several chunks.
+    seconds = (0.01, 0.335, 1.9)
+    model_class = transformers.AudioFlamingo3ForConditionalGeneration
+    config_class = transformers.AudioFlamingo3Config
+
+    def __init__(self) -> None:
+        audio = WHISPER | {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
+        text = TEXT | {"model_type": "qwen2"}
+        self.model = random_model(self.model_class(self.config_class(audio_config=audio, text_config=text)))
+
+    def features(self, samples: Samples) -> Any:
+        size = 2 * N_POSITIONS * 160
+        samples = np.pad(samples, (0, max(0, 321 - len(samples))))
+        pieces = [samples[i : i + size] for i in range(0, len(samples), size)]
+        extractor = transformers.WhisperFeatureExtractor(feature_size=80)
+        options = {"padding": "max_length", "max_length": size, "return_attention_mask": True, "return_tensors": "pt"}
+        seen = extractor(pieces, sampling_rate=RATE, **options)
+        return self.of_spectrograms(seen["input_features"], seen["attention_mask"])
+
+    def of_spectrograms(self, mel: Any, mask: Any) -> Any:
+        return self.model.get_audio_features(mel, mask).pooler_output
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+
+class Qwen2Audio(AudioFlamingo):
+    model_class = transformers.Qwen2AudioForConditionalGeneration
+    config_class = transformers.Qwen2AudioConfig
+
+    def of_spectrograms(self, mel: Any, mask: Any) -> Any:
+        model, found = self.model.model, []
+        for one, n in zip(mel, mask.sum(1), strict=True):
+            n_rows = (int(n) + 1) // 2
+            sees = torch.zeros(1, 1, N_POSITIONS, N_POSITIONS).masked_fill(torch.arange(N_POSITIONS) >= n_rows, -1e9)
+            rows = model.audio_tower(one[None], sees).last_hidden_state
+            found.append(model.multi_modal_projector(rows)[0, : n_rows // 2])
+        return torch.cat(found)
+
+
 class Ultravox:
     """Whisper's encoder, a projector, and a Llama-like model; transformers lacks this model."""
 
@@ -222,6 +265,8 @@ class Gemma4(Gemma4Unified):
 FAMILIES: dict[str, Any] = {
     "gemma4a": Gemma4,
     "gemma4ua": Gemma4Unified,
+    "musicflamingo": AudioFlamingo,
+    "qwen2a": Qwen2Audio,
     "qwen3a": Qwen3ASR,
     "ultravox": Ultravox,
     "voxtral": Voxtral,
