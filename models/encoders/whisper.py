@@ -1,5 +1,5 @@
-"""Whisper's audio encoder (arXiv:2212.04356), and the projectors of Voxtral (arXiv:2507.13264), Ultravox, Qwen 2-Audio
-(arXiv:2407.10759) and Audio Flamingo 3 (arXiv:2507.08128).
+"""Whisper's audio encoder (arXiv:2212.04356), and the projectors of Voxtral (arXiv:2507.13264), Ultravox,
+Qwen 2-Audio (arXiv:2407.10759) and Audio Flamingo 3 (arXiv:2507.08128).
 """
 
 from __future__ import annotations

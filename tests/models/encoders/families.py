@@ -226,6 +226,15 @@ FAMILIES: dict[str, Family] = {
         SQUARE | {"crop_to_patches": True, "min_patches": 1, "max_patches": 12},
         image_seq_length=4,
     ),
+    "janus_pro": family(
+        "Janus",
+        LLAMA,
+        siglip("janus_vision_model", image_size=56, patch_size=14, mlp_ratio=1.5, projection_dim=48),
+        "janus Janus",
+        SQUARE,
+        vq_config=parsed("embed_dim=4 latent_channels=32 base_channels=32 num_embeddings=8 num_patches=4")
+        | {"channel_multiplier": [1], "num_res_blocks": 1, "image_token_embed_dim": 16, "projection_dim": 48},
+    ),
     "kimik25": family(
         "Kimi_K25",
         TEXT
@@ -262,6 +271,15 @@ FAMILIES: dict[str, Family] = {
         ("minicpmv", "MiniCPMVProcessor"),
         {"scale_resolution": 84, "max_slice_nums": 4},
         ("pixel_values", "target_sizes"),
+    ),
+    "lightonocr": family(
+        "LightOnOcr",
+        TEXT | {"model_type": "qwen3"},
+        siglip("pixtral", image_size=112, patch_size=14, head_dim=24, hidden_act="silu"),
+        "pixtral Pixtral",
+        {"size": {"longest_edge": 112}, "patch_size": {"height": 28, "width": 28}},
+        "pixel_values image_sizes",
+        (*SIZES[:2], (1, 40)),
     ),
     "llama4": family(
         "Llama4",
