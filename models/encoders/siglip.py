@@ -48,8 +48,8 @@ HF_MEANT = {
 } | implied(
     "encoder_patch_size max_image_size max_image_tokens max_num_patches max_tiles min_image_tokens min_tiles "
     "pan_and_scan_max_num_crops pan_and_scan_min_crop_size pan_and_scan_min_ratio_to_activate projector_bias "
-    "projector_hidden_size projector_use_layernorm tile_size use_base_siglip use_image_special_tokens num_image_tokens "
-    "vq_config"
+    "projector_hidden_size projector_use_layernorm tile_size use_base_siglip use_image_special_tokens "
+    "num_image_tokens vq_config"
 )
 
 

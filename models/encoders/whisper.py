@@ -1,5 +1,5 @@
 """Whisper's audio encoder (arXiv:2212.04356), and the projectors of Voxtral (arXiv:2507.13264), Ultravox,
-Qwen 2-Audio (arXiv:2407.10759) and Audio Flamingo 3 (arXiv:2507.08128).
+Qwen 2-Audio (arXiv:2407.10759), Qwen 2.5-Omni (arXiv:2503.20215) and Audio Flamingo 3 (arXiv:2507.08128).
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ HF_NAMES = {
     "multi_modal_projector.linear_1": "mm.a.mlp.1",
     "multi_modal_projector.linear_2": "mm.a.mlp.2",
     "multi_modal_projector.linear": "mm.a.fc",
+    "audio_tower.ln_post": "a.post_ln",
+    "audio_tower.proj": "mm.a.fc",
 }
 #: Projectors by ``model_type``.
-_PROJECTORS = {"qwen2_audio": "qwen2a", "audioflamingo3": "musicflamingo"}
+_PROJECTORS = {"qwen2_audio": "qwen2a", "audioflamingo3": "musicflamingo", "qwen2_5_omni": "qwen2.5o"}
+#: Frames of a chunk in Qwen 2.5-Omni.
+_CHUNK = 200
 
 #: Settings of the encoder and the projector, then of the encoder's processor and of Whisper's decoder.
 HF_MEANT: dict[str, tuple[Any, ...]] = {
@@ -54,6 +58,7 @@ HF_MEANT: dict[str, tuple[Any, ...]] = {
     "hop_length": (HOP,),
     "n_fft": (400,),
     "dither": (0.0,),
+    "n_window": (_CHUNK // 2,),
 } | implied(
     # the last ones are Ultravox's
     "max_source_positions feature_size projector_bias apply_spec_augment classifier_proj_size median_filter_width "
@@ -79,7 +84,18 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
+    if name.endswith("audio_bos_eos_token.weight"):  # unused
+        return {}
+    if name.endswith("conv1.weight") and c.values["model_type"] == "qwen2_5_omni":
+        return {"a.conv1d.1.weight": array, "a.position_embd.weight": sinusoids(1500, len(array))}
     return array[:, None] if name.endswith(("conv1.bias", "conv2.bias")) else array  # as in llama.cpp
+
+
+def sinusoids(n: int, width: int) -> NDArray[np.float32]:
+    """Return Whisper's embeddings of positions [n, width]: sines, then cosines."""
+    half = width // 2
+    angles = np.arange(n)[:, None] * np.exp(-np.log(10_000) / (half - 1) * np.arange(half, dtype=np.float32))
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
 class SoundModel(EncoderModel):
@@ -264,3 +280,21 @@ class AudioFlamingo(PooledWhisper):
 
     def record(self) -> None:
         self.two_linears(self.encoded(), "mm.a.mlp.1", "mm.a.mlp.2")
+
+
+class Qwen25OmniSound(PooledWhisper):
+    """Chunks of two seconds, each with separate positions. No row sees other chunks."""
+
+    marker, around = "<|AUDIO|>", ("<|audio_bos|>", "<|audio_eos|>")
+    n_rows = staticmethod(Whisper.n_rows)
+
+    def record(self) -> None:
+        self.at().linear(self.encoded(), "mm.a.fc", self.width)
+
+    def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
+        length = max(len(source), 3 * HOP)  # one token needs three frames
+        mel = log_mel(np.pad(source, (0, length + -length % HOP - len(source))), self.n_mels)
+        chunks = (mel[i : i + _CHUNK] for i in range(0, len(mel), _CHUNK))
+        frames = tuple(chunk for chunk in chunks if len(chunk) > 2)  # fewer frames have no token
+        n_tokens = sum(self.n_rows(len(frame)) // 2 for frame in frames)
+        return Prepared(frames, (n_tokens,), (0, 0), kind=self.kind)
