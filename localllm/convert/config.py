@@ -43,7 +43,7 @@ COMMON_NAMES = [line.split() for line in _COMMON_NAMES.splitlines()]
 
 
 def of_thinker(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json of a model that also speaks (Qwen Omni) as that of its part that reads and writes text."""
+    """Return config.json of the thinker, the text model of a model that also speaks (Qwen Omni)."""
     kind = str(values.get("model_type")).removesuffix("_thinker")
     thinker = values.get("thinker_config")
     if not isinstance(thinker, dict) or not isinstance(thinker.get("text_config"), dict):

@@ -91,8 +91,8 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
             "vision.image_size": vision["image_size"],
         }
     if kind in ("qwen2_5_vl", "qwen2_5_omni"):
-        more = {} if kind == "qwen2_5_vl" else {"projector_type": "qwen2.5o"}
-        return keys | _keys_of_windows(c) | more
+        keys |= _keys_of_windows(c)
+        return keys if kind == "qwen2_5_vl" else keys | {"projector_type": "qwen2.5o"}
     if kind == "exaone4_5":
         more = {"projector_type": "exaone4_5", "vision.window_size": WINDOW_PIXELS}
         more["vision.attention.head_count_kv"] = vision["num_key_value_heads"]

@@ -124,7 +124,7 @@ class Step3VL(VisionModel):
             image, width, height = square, *square.size
         if max(width, height) > self.longest:
             scale = self.longest / max(width, height)
-            width, height = (int(side * scale) for side in (width, height))
+            width, height = (max(1, int(side * scale)) for side in (width, height))
         n, n_tile = self.n_tokens(self.image_size), self.n_tokens(_TILE)
         frames, columns = [], 1
         if (window := self.window_side(width, height)) != 0:

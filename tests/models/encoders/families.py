@@ -117,7 +117,7 @@ FAMILIES: dict[str, Family] = {
         "Step3p7",
         TEXT
         | parsed("head_dim=16 share_expert_dim=32 n_routed_experts=4 num_experts_per_tok=2 moe_intermediate_size=32")
-        | {"mlp_layer_types": ["sparse"], "partial_rotary_factors": [0.5]},
+        | {"mlp_layer_types": ["sparse"], "partial_rotary_factors": [0.5], "sliding_window": 64},
         {"width": 72, "layers": 2, "heads": 3, "mlp_ratio": 1.5, "image_size": 728, "patch_size": 56},
         "torch step3p7 Step3p7",
         {},
