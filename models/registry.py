@@ -220,7 +220,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen": Architecture("qwen", "Qwen 1", "qwen"),
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2 dots_ocr minicpmv/2.6 minicpmo/2.6"),
     "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts", "qwen2_moe"),
-    "qwen2vl": Architecture("qwen2", "Qwen 2 and 2.5 VL, text", "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text"),
+    "qwen2vl": Architecture(
+        "qwen2",
+        "Qwen 2 and 2.5 VL, text",
+        "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen2_5_omni qwen2_5_omni_text",
+    ),
     "qwen3": Architecture("qwen3", "Qwen 3", "qwen3 minicpmv/4.5 minicpmo/4.5"),
     "qwen35": Architecture("qwen35", "Qwen 3.5 and 3.6", "qwen3_5 qwen3_5_text minicpmv4_6", has_block=True),
     "qwen35moe": Architecture(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.convert.config import Config, general_keys, with_floats
+from localllm.convert.config import Config, general_keys, of_thinker, with_floats
 from localllm.convert.generation import generation_keys
 from localllm.convert.safetensors import read_folder
 from localllm.convert.settings import read_json
@@ -47,7 +47,7 @@ Array = NDArray[Any]
 
 #: Tensors of a checkpoint that do not belong to the language model.
 _OTHERS = re.compile(
-    r"(^|\.)(mtp|masked_embedding|vision(?!_expert|_mlp)(?:_\w+)?|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|patch_merge_mlp|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|(?:layerwise|spatial)_projectors|embed_vision"
+    r"(^|\.)(mtp|talker|token2wav|code2wav|masked_embedding|vision(?!_expert|_mlp)(?:_\w+)?|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|patch_merge_mlp|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|aligner|vqmodel|generation_\w+|connector|mlp_AR|(?:layerwise|spatial)_projectors|embed_vision"
     r"|embed_audio)\.|^(model\.merger|mlp1)\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$|image_newline$"
     r"|(^|\.)h\.\d+\.attn\.bias$|view_seperator$|^decoder\.(weight|bias)$"
@@ -221,7 +221,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{path_text(folder)} has no config.json: name the folder of a Hugging Face model, with config.json, "
             "*.safetensors and its tokenizer"
         )
-    return values
+    return of_thinker(values)
 
 
 def _check_target(folder: Path, architecture: Architecture, target: ModelFile | None) -> None:

@@ -42,6 +42,17 @@ torch_dtype dtype
 COMMON_NAMES = [line.split() for line in _COMMON_NAMES.splitlines()]
 
 
+def of_thinker(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of the thinker, the text model of a model that also speaks (Qwen Omni)."""
+    kind = str(values.get("model_type")).removesuffix("_thinker")
+    thinker = values.get("thinker_config")
+    if not isinstance(thinker, dict) or not isinstance(thinker.get("text_config"), dict):
+        return {**values, "model_type": kind} if "model_type" in values else dict(values)
+    others = re.compile("(thinker|talker|token2wav|code2wav)_")
+    rest = {name: value for name, value in values.items() if not others.match(name)}
+    return {**rest, **thinker, "model_type": kind}
+
+
 class Config(CheckpointSettings):
     """``config.json`` of a checkpoint: the settings of its text model, with the defaults of transformers' class.
 

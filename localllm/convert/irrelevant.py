@@ -18,6 +18,7 @@ _GENERAL = """
     cla_share_factor class_num classifier_activation classifier_bias compression_config compression_ratio conv_bias
     conv_dim conv_dim_out conv_use_xavier_init custom_pipelines d_inner decoder_bias dense_list dense_seq_output
     diversity_penalty do_sample dtype early_stopping enable_lm_head_fp32 enable_moe_fp32_combine
+    enable_audio_output enable_talker
     encoder_no_repeat_ngram_size eos_token ep_size exponential_decay_length_penalty finetuning_task flash_attention
     for_llm_compressor fp16 fp32 fp32_residual_connection fused_add_norm fused_bias_fc fused_qkv
     gradient_checkpointing gradient_checkpointing_kwargs group_limited_greedy has_no_defaults_at_init hidden_bias
@@ -33,11 +34,13 @@ _GENERAL = """
     num_mtp_layers num_mtp_modules num_nextn_predict_layers num_return_sequences num_vocab onnx_safe org_vocab_size
     output_attentions output_hidden_states output_past output_router_logits output_scores pack_qkv pad_id
     pad_key_length pad_token pad_vocab_size_multiple padded_vocab_size perceiver_config pixel_shuffle_factor
-    pool_type pooler_type pre_allocate_kv_cache prefix pretraining_tp problem_type pruned_heads qk_layernorm
+    pool_type pooler_type position_id_per_seconds
+    pre_allocate_kv_cache prefix pretraining_tp problem_type pruned_heads qk_layernorm
     qk_norm_type qkv_bias qkv_proj_bias quantization_config reference_compile remove_invalid_values
     reorder_and_upcast_attn repad_logits_with_grad repetition_penalty rescale_every rescale_prenorm_residual
     residual_in_fp32 return_dict return_dict_in_generate rms_norm rope_is_neox_style routed_scaling router_bias
-    runner_max_sequence_length scale_attention_softmax_in_fp32 seq_aux seq_length shared_moe_mode skip_bias_add
+    runner_max_sequence_length scale_attention_softmax_in_fp32 seconds_per_chunk
+    seq_aux seq_length shared_moe_mode skip_bias_add
     skip_bias_add_qkv slow_but_exact softmax_in_fp32 sparse_pred_ignore_index sparse_prediction ssm_cfg
     static_cache suppress_tokens task_specific_params temperature text_end_id text_start_id tf_legacy_loss
     tie_embedding tie_encoder_decoder tie_word_embeddings time_step_floor time_step_limit time_step_max

@@ -17,7 +17,7 @@ from localllm.convert.checkpoint import (
     size_label,
     texts,
 )
-from localllm.convert.config import COMMON_NAMES, TEXT_SECTIONS, Config
+from localllm.convert.config import COMMON_NAMES, TEXT_SECTIONS, Config, of_thinker
 from localllm.convert.defaults import DEFAULTS, ENCODER_TYPES, NAMES, PROCESSOR_DEFAULTS, PROCESSOR_TYPES
 from localllm.convert.irrelevant import is_irrelevant_to_encoder, is_irrelevant_to_processor, is_media
 from localllm.convert.safetensors import read_folder
@@ -45,10 +45,10 @@ _NAMES = {
 
 #: Tensors of the text model, and audio tensors in models for images.
 _OTHERS = re.compile(
-    r"^(model\.)?(language_model|text_model|layers|norm|embed_tokens)\b"
-    r"|^(lm_head|mtp|llm|apm|tts|audio_projection_layer)\."
+    r"^(thinker\.)?(model\.)?(language_model|text_model|layers|norm|embed_tokens)\b"
+    r"|^(thinker\.)?(lm_head|mtp|llm|apm|tts|audio_projection_layer|talker|token2wav|code2wav)\."
 )
-_SOUNDS = re.compile(r"^(model\.)?(audio_tower|embed_audio)\.")
+_SOUNDS = re.compile(r"^(thinker\.)?(model\.)?(audio_tower|embed_audio)\.")
 
 
 class MmprojCheckpoint(ConvertedFolder):
@@ -58,7 +58,7 @@ class MmprojCheckpoint(ConvertedFolder):
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
-        values = read_json(folder / "config.json")
+        values = of_thinker(read_json(folder / "config.json"))
         found = _families(folder, values)
         files = read_folder(folder)
         self.paths = sorted({tensor.path for tensor in files.values()})

@@ -1,5 +1,5 @@
-"""Pixtral (arXiv:2410.07073), also of Mistral Small 3.1 and Ministral 3: images of any size up to a longest edge,
-with a rotation by row and column.
+"""Pixtral (arXiv:2410.07073), also of Mistral Small 3.1, Ministral 3 and LightOnOCR: images of any size up to a
+longest edge, with a rotation by row and column.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ from localllm.models.hf_convert import Array, interleave_pairs
 HF_NAMES = {
     "vision_tower.patch_conv": "v.patch_embd",
     "vision_tower.ln_pre": "v.pre_ln",
+    "vision_encoder.patch_conv": "v.patch_embd",
+    "vision_encoder.ln_pre": "v.pre_ln",
+    "vision_projection.norm": "mm.input_norm",
+    "vision_projection.patch_merger.merging_layer": "mm.patch_merger",
+    "vision_projection.linear_1": "mm.1",
+    "vision_projection.linear_2": "mm.2",
     "multi_modal_projector.norm": "mm.input_norm",
     "multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
     "multi_modal_projector.linear_1": "mm.1",
@@ -32,17 +38,19 @@ HF_MEANT = {"vision_feature_layer": (-1,), "vision_feature_select_strategy": ("f
 def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     activation = c.vision.get("hidden_act", "gelu")
     require(c, "hidden_act", activation, ("gelu", "silu"))
+    is_lighton = c.values["model_type"] == "lighton_ocr"
+    merge = c.values.get("spatial_merge_size", 2 if is_lighton else None)
     # The processor's limit may differ from the size of the table of positions.
     edge = (c.processor.get("size") or {}).get("longest_edge", c.vision["image_size"])
-    if edge % (step := c.vision["patch_size"] * c.values.get("spatial_merge_size", 1)):
+    if edge % (step := c.vision["patch_size"] * (merge or 1)):
         raise ModelError(f"the processor limits images to {edge} pixels, which is not a multiple of {step}")
     return {
-        "projector_type": "pixtral",
+        "projector_type": "lightonocr" if is_lighton else "pixtral",
         "use_silu": activation == "silu" or None,
         "use_gelu": activation == "gelu" or None,
         "vision.attention.layer_norm_epsilon": c.vision.get("layer_norm_eps", 1e-5),
         "vision.image_size": edge,
-        "vision.spatial_merge_size": c.values.get("spatial_merge_size"),
+        "vision.spatial_merge_size": merge,
         "vision.rope.freq_base": float(c.vision.get("rope_theta", 1e4)),
     }
 
@@ -91,5 +99,16 @@ class Pixtral(VisionModel):
                 break
             edge -= size
         frame = np.asarray(resized(image, rows * size, columns * size, "bicubic"))
+        return Prepared((frame,), self.segments(rows, columns), (rows, columns))
+
+    def segments(self, rows: int, columns: int) -> tuple[str | int, ...]:
+        """Return the contents of the prompt for a grid of tokens."""
         lines: list[str | int] = [columns, "[IMG_BREAK]"] * rows
-        return Prepared((frame,), (*lines[:-1], "[IMG_END]"), (rows, columns))
+        return (*lines[:-1], "[IMG_END]")
+
+
+class LightOnOCR(Pixtral):
+    marker = "<|image_pad|>"
+
+    def segments(self, rows: int, columns: int) -> tuple[str | int, ...]:
+        return (rows * columns,)

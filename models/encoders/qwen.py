@@ -90,8 +90,9 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
             "vision.is_deepstack_layers": None,
             "vision.image_size": vision["image_size"],
         }
-    if kind == "qwen2_5_vl":
-        return keys | _keys_of_windows(c)
+    if kind in ("qwen2_5_vl", "qwen2_5_omni"):
+        keys |= _keys_of_windows(c)
+        return keys if kind == "qwen2_5_vl" else keys | {"projector_type": "qwen2.5o"}
     if kind == "exaone4_5":
         more = {"projector_type": "exaone4_5", "vision.window_size": WINDOW_PIXELS}
         more["vision.attention.head_count_kv"] = vision["num_key_value_heads"]
@@ -218,6 +219,10 @@ class Qwen25VL(Qwen2VL):
 
     def merger_norm(self, x: Tensor) -> Tensor:
         return norm(self.at(), "v.post_ln", x)
+
+
+class Qwen25Omni(Qwen25VL):
+    marker, around = "<|IMAGE|>", ("<|vision_bos|>", "<|vision_eos|>")
 
 
 class Exaone45(Qwen25VL):

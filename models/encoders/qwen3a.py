@@ -55,10 +55,7 @@ def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[
     if ".conv2d" in name and name.endswith(".bias"):
         return array[:, None, None]  # as in llama.cpp
     if name.endswith("conv_out.weight"):
-        n = len(array) // 2
-        angles = np.arange(1500)[:, None] * np.exp(-np.log(10_000) / (n - 1) * np.arange(n, dtype=np.float32))
-        positions = np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
-        return {"a.conv_out.weight": array, "a.position_embd.weight": positions}
+        return {"a.conv_out.weight": array, "a.position_embd.weight": whisper.sinusoids(1500, len(array))}
     return array
 
 

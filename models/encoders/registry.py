@@ -43,6 +43,7 @@ class Projector:
         return Conversion.of(self._module, MEANT)
 
 
+#: By the name in files. A name for images and audio has a second entry with " audio".
 PROJECTORS: dict[str, Projector] = {
     "deepseekocr": Projector(
         "deepseek_ocr",
@@ -72,9 +73,11 @@ PROJECTORS: dict[str, Projector] = {
         "internlm2 llama qwen2 qwen3 qwen3moe gpt-oss",
         "internvl internvl_chat",
     ),
+    "janus_pro": Projector("siglip", "Janus", "Janus-Pro", "llama", "janus"),
     "kimik25": Projector("kimi", "Kimi", "Kimi K2.5 and K2.6", "deepseek2", "kimi_k25"),
     "kimivl": Projector("kimi", "KimiVL", "Kimi-VL", "deepseek2", "kimi_vl"),
     "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
+    "lightonocr": Projector("pixtral", "LightOnOCR", "LightOnOCR", "qwen3", "lighton_ocr"),
     "llama4": Projector("llama4", "Llama4", "Llama 4", "llama4", "llama4"),
     "minicpmv4_6": Projector("minicpm", "MiniCPMV", "MiniCPM-V 4.6", "qwen35", "minicpmv4_6"),
     "minimax_m3": Projector("minimax", "MiniMaxM3", "MiniMax-M3", "minimax-m3", "minimax_m3_vl"),
@@ -90,6 +93,7 @@ PROJECTORS: dict[str, Projector] = {
         row=("[IMG_BREAK]", "v.token_embd.img_break"),
     ),
     "qwen2.5vl_merger": Projector("qwen", "Qwen25VL", "Qwen 2.5-VL", "qwen2vl", "qwen2_5_vl"),
+    "qwen2.5o": Projector("qwen", "Qwen25Omni", "Qwen 2.5-Omni", "qwen2vl", "qwen2_5_omni"),
     "qwen2vl_merger": Projector("qwen", "Qwen2VL", "Qwen 2-VL", "qwen2vl", "qwen2_vl"),
     "qwen3vl_merger": Projector(
         "qwen",
@@ -101,6 +105,7 @@ PROJECTORS: dict[str, Projector] = {
     "resampler": Projector(
         "resampler", "Resampler", "MiniCPM-V 2.5 to 4.5, MiniCPM-o", "llama qwen2 qwen3", "minicpmv minicpmo"
     ),
+    "step3vl": Projector("step3vl", "Step3VL", "Step 3.7 Flash", "step35", "step3p7"),
     "gemma4a": Projector("gemma4_sound", "Gemma4Sound", "Gemma 4", "gemma4", "gemma4", kind="audio"),
     "gemma4ua": Projector(
         "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"
@@ -108,6 +113,13 @@ PROJECTORS: dict[str, Projector] = {
     "qwen3a": Projector(
         "qwen3a", "Qwen3Sound", "Qwen 3 ASR, Qwen 3 Omni", "qwen3 qwen3vl qwen3vlmoe", "qwen3_asr", kind="audio"
     ),
+    "musicflamingo": Projector(
+        "whisper", "AudioFlamingo", "Audio Flamingo 3", "qwen2", "audioflamingo3", kind="audio"
+    ),
+    "qwen2.5o audio": Projector(
+        "whisper", "Qwen25OmniSound", "Qwen 2.5-Omni", "qwen2vl", "qwen2_5_omni", kind="audio"
+    ),
+    "qwen2a": Projector("whisper", "Qwen2Audio", "Qwen 2-Audio", "qwen2", "qwen2_audio", kind="audio"),
     "ultravox": Projector("whisper", "Ultravox", "Ultravox 0.5", "llama qwen3 gemma3", "ultravox", kind="audio"),
     "voxtral": Projector("whisper", "Voxtral", "Voxtral", "llama", "voxtral", kind="audio"),
 }
@@ -133,6 +145,7 @@ def projectors_of(metadata: Mapping[str, Any]) -> dict[str, str]:
     names = [metadata[key] for key in keys if metadata.get(key) is not None]
     if not names:
         raise ModelError("the mmproj file has no encoder of images or audio")
+    names += [f"{name} audio" for name in names if metadata.get("clip.has_audio_encoder")]
     projectors = {PROJECTORS[name].kind: str(name) for name in names if name in PROJECTORS}
     if not projectors:
         raise UnsupportedArchitectureError(

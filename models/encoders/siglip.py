@@ -1,4 +1,6 @@
-"""SigLIP's encoders (arXiv:2303.15343) with a table of positions: Gemma 3, Idefics 3 and SmolVLM, and LFM2-VL."""
+"""SigLIP's encoders (arXiv:2303.15343) with a table of positions: Gemma 3, Idefics 3 and SmolVLM, LFM2-VL,
+and Janus-Pro (arXiv:2501.17811).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ from localllm.models.encoders.images import interpolated, nearest_grid, resized,
 from localllm.models.encoders.views import Transposed
 from localllm.models.hf_convert import Array, floats, implied
 
+#: Minimum side in pixels of an image in Janus-Pro.
+_JANUS_SIDE = 14
 #: Names of the encoder's tensors before and after its layers.
 ENCODER_NAMES = {
     "embeddings.patch_embedding": "v.patch_embd",
@@ -30,6 +34,9 @@ HF_NAMES = ENCODER_NAMES | {
     "multi_modal_projector.linear_1": "mm.1",
     "multi_modal_projector.linear_2": "mm.2",
     "connector.modality_projection.proj": "mm.model.fc",
+    "aligner.fc1": "mm.0",
+    "aligner.hidden_layers.0": "mm.1",
+    "*.projection_layer": "v.blk.*.attn_out",
 }
 
 HF_MEANT = {
@@ -41,12 +48,15 @@ HF_MEANT = {
 } | implied(
     "encoder_patch_size max_image_size max_image_tokens max_num_patches max_tiles min_image_tokens min_tiles "
     "pan_and_scan_max_num_crops pan_and_scan_min_crop_size pan_and_scan_min_ratio_to_activate projector_bias "
-    "projector_hidden_size projector_use_layernorm tile_size use_base_siglip use_image_special_tokens"
+    "projector_hidden_size projector_use_layernorm tile_size use_base_siglip use_image_special_tokens "
+    "num_image_tokens vq_config"
 )
 
 
 def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision, kind = c.vision, c.values["model_type"]
+    if kind == "janus":
+        return _janus_keys(c)
     usual = 2 if kind in ("gemma3", "lfm2_vl") else 1  # Pillow's BILINEAR and LANCZOS
     require(c, "resample", c.processor.get("resample", usual), (usual,))
     keys = {"use_gelu": True, "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6)}
@@ -84,8 +94,28 @@ def _lfm2_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     return keys | {"vision.projector.scale_factor": factor, "vision.image_size": 256}
 
 
+def _janus_keys(c: EncoderCheckpoint) -> dict[str, Any]:
+    vision, side = c.vision, c.vision.get("image_size", 384)
+    require(c, "hidden_act", vision.get("hidden_act", "gelu"), ("gelu",))
+    require(c, "depth", vision.get("depth", 2), (2,))
+    require(c, "use_qk_norm", vision.get("use_qk_norm", False), (False,))
+    require(c, "min_size", c.processor.get("min_size", _JANUS_SIDE), (_JANUS_SIDE,))
+    require(c, "do_pad", c.processor.get("do_pad", True), (True,))
+    grey = [int(255 * x) for x in c.processor["image_mean"]]
+    require(c, "background_color", list(c.processor.get("background_color", grey)), (grey,))
+    require_same(c, size={"height": side, "width": side})
+    return {
+        "projector_type": "janus_pro",
+        "use_gelu": True,
+        "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6),
+        "vision.feed_forward_length": round(vision["hidden_size"] * vision.get("mlp_ratio", 4.0)),
+    }
+
+
 def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if ".head." in name:  # SigLIP's pooling
+        return {}
+    if "vqmodel." in name or "generation_" in name:  # Janus-Pro's output of images
         return {}
     if name.endswith("patch_embedding.weight") and array.ndim == 2:  # stored pixel by pixel, not colour by colour
         size = math.isqrt(array.shape[1] // 3)
@@ -125,6 +155,30 @@ class Gemma3(Siglip):
         side = self.image_size // self.patch_size // self.merge
         frame = np.asarray(resized(image, self.image_size, self.image_size, "bilinear"))
         return Prepared((frame,), ("\n\n<start_of_image>", side * side, "<end_of_image>\n\n"), (side, side))
+
+
+class Janus(Siglip):
+    """A resized image, padded to a square with the mean colour."""
+
+    marker = "<image_placeholder>"
+    around = "<begin_of_image>", "<end_of_image>"
+    exact_gelu = True
+
+    def read(self) -> None:
+        self.check_tiles(1, self.image_size)
+
+    def record(self) -> None:
+        self.two_linears(self.joined(self.encoded()), "mm.0", "mm.1")
+
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
+        from PIL import Image
+
+        size, scale = self.image_size, self.image_size / max(image.size)
+        height, width = (max(round(side * scale), _JANUS_SIDE) for side in (image.height, image.width))
+        square = Image.new("RGB", (size, size), tuple(int(255 * x) for x in self.mean))
+        square.paste(resized(image, height, width, "bicubic"), ((size - width) // 2, (size - height) // 2))
+        side = size // self.patch_size
+        return Prepared((np.asarray(square),), (side * side,), (side, side))
 
 
 class Idefics3(Siglip):

@@ -1,8 +1,11 @@
-"""Whisper's audio encoder (arXiv:2212.04356), and the projectors of Voxtral (arXiv:2507.13264) and Ultravox."""
+"""Whisper's audio encoder (arXiv:2212.04356), and the projectors of Voxtral (arXiv:2507.13264), Ultravox,
+Qwen 2-Audio (arXiv:2407.10759), Qwen 2.5-Omni (arXiv:2503.20215) and Audio Flamingo 3 (arXiv:2507.08128).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,18 @@ from numpy.typing import NDArray
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix, Rows, Tensor
-from localllm.kernels.operations import Activation, Add, Gated, HeadGate, Input, Linear, Linears, RMSNorm, SideBySide
+from localllm.kernels.operations import (
+    Activation,
+    Add,
+    Gated,
+    HeadGate,
+    Input,
+    Linear,
+    Linears,
+    Outputs,
+    RMSNorm,
+    SideBySide,
+)
 from localllm.models.encoders.encoder import EncoderCheckpoint, EncoderModel, FrameRows, Prepared, require_same
 from localllm.models.encoders.sounds import HOP, RATE, Samples, log_mel, open_audio
 from localllm.models.encoders.views import ColumnsByPart, WithBias
@@ -26,7 +40,14 @@ HF_NAMES = {
     "multi_modal_projector.ln_mid": "mm.a.norm_mid",
     "multi_modal_projector.linear_1": "mm.a.mlp.1",
     "multi_modal_projector.linear_2": "mm.a.mlp.2",
+    "multi_modal_projector.linear": "mm.a.fc",
+    "audio_tower.ln_post": "a.post_ln",
+    "audio_tower.proj": "mm.a.fc",
 }
+#: Projectors by ``model_type``.
+_PROJECTORS = {"qwen2_audio": "qwen2a", "audioflamingo3": "musicflamingo", "qwen2_5_omni": "qwen2.5o"}
+#: Frames of a chunk in Qwen 2.5-Omni.
+_CHUNK = 200
 
 #: Settings of the encoder and the projector, then of the encoder's processor and of Whisper's decoder.
 HF_MEANT: dict[str, tuple[Any, ...]] = {
@@ -37,9 +58,10 @@ HF_MEANT: dict[str, tuple[Any, ...]] = {
     "hop_length": (HOP,),
     "n_fft": (400,),
     "dither": (0.0,),
+    "n_window": (_CHUNK // 2,),
 } | implied(
     # the last ones are Ultravox's
-    "max_source_positions feature_size apply_spec_augment classifier_proj_size median_filter_width "
+    "max_source_positions feature_size projector_bias apply_spec_augment classifier_proj_size median_filter_width "
     "max_target_positions use_weighted_layer_sum decoder_attention_heads decoder_ffn_dim decoder_layers "
     "mask_feature_length mask_feature_min_masks mask_feature_prob mask_time_length mask_time_min_masks "
     "mask_time_prob audio_model_id audio_model_lora_config norm_init text_model_id text_model_lora_config"
@@ -47,21 +69,33 @@ HF_MEANT: dict[str, tuple[Any, ...]] = {
 
 
 def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
-    if c.values["model_type"] == "voxtral":
+    kind = c.values["model_type"]
+    if kind == "voxtral":
         stack = c.vision["intermediate_size"] // c.vision["hidden_size"]
     else:
-        stack = c.values.get("stack_factor", 8)
+        stack = None if kind in _PROJECTORS else c.values.get("stack_factor", 8)
     if c.values.get("projector_ln_mid") is False:
         raise ModelError(
             "config.json has projector_ln_mid = false, as in Ultravox up to 0.4: localllm supports 0.5 and later"
         )
     require_same(c, feature_size=c.vision["num_mel_bins"])
-    keys = {"projector_type": c.values["model_type"], "audio.projector.stack_factor": stack}
+    keys = {"projector_type": _PROJECTORS.get(kind, kind), "audio.projector.stack_factor": stack}
     return keys | {"audio.attention.layer_norm_epsilon": 1e-5}
 
 
 def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
+    if name.endswith("audio_bos_eos_token.weight"):  # unused
+        return {}
+    if name.endswith("conv1.weight") and c.values["model_type"] == "qwen2_5_omni":
+        return {"a.conv1d.1.weight": array, "a.position_embd.weight": sinusoids(1500, len(array))}
     return array[:, None] if name.endswith(("conv1.bias", "conv2.bias")) else array  # as in llama.cpp
+
+
+def sinusoids(n: int, width: int) -> NDArray[np.float32]:
+    """Return Whisper's embeddings of positions [n, width]: sines, then cosines."""
+    half = width // 2
+    angles = np.arange(n)[:, None] * np.exp(-np.log(10_000) / (half - 1) * np.arange(half, dtype=np.float32))
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
 class SoundModel(EncoderModel):
@@ -117,7 +151,16 @@ class Whisper(SoundModel):
         x = self._gelu(self.graph.add(SideBySide(hidden)), second)
         x = self.layers(self.graph.add(Add(x, given(3 * k, size))))
         self.is_there = given(3 * k + size, 1)
-        return self.vector_norm(x, "a.post_ln", self.eps)
+        return self.vector_norm(self.pooled(x), "a.post_ln", self.eps)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """Record blocks between the layers and the last norm."""
+        return x
+
+    @staticmethod
+    def n_rows(n_frames: int) -> int:
+        """Return the number of rows of a spectrogram."""
+        return (n_frames + 1) // 2
 
     def _kernel(self, name: str, n_in: int) -> ColumnsByPart:
         """Return a convolution's kernel [n_embd, n_in, 3] as a matrix over three concatenated frames."""
@@ -132,7 +175,7 @@ class Whisper(SoundModel):
 
     def rows(self, frame: NDArray[np.float32]) -> FrameRows:
         """Return the rows of a spectrogram [frames, n_mels]. Rows after its end are zeros and ignored."""
-        n, k = (len(frame) + 1) // 2, 3 * self.n_mels + 16
+        n, k = self.n_rows(len(frame)), 3 * self.n_mels + 16
         total = -(-n // self.stack) * self.stack
         inputs = np.zeros((total, self.n_inputs), np.float32)
         padded = np.pad(frame, ((1, 1), (0, 0)))
@@ -189,4 +232,69 @@ class Ultravox(Whisper):
         mel = log_mel(np.pad(source, (0, length + -length % HOP - len(source))), self.n_mels)
         frames = tuple(mel[i : i + self.most_frames] for i in range(0, len(mel), self.most_frames))
         n_tokens = sum(-(-len(frame) // (2 * self.stack)) for frame in frames)
+        return Prepared(frames, (n_tokens,), (0, 0), kind=self.kind)
+
+
+class PooledWhisper(Whisper):
+    """Pieces of 30 seconds, as if padded with silence that no row sees. The means of two rows each are projected."""
+
+    def read(self) -> None:
+        super().read()
+        self.stack, self.windowed = 2, range(self.n_layers)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        return self.graph.add(Outputs(x, 2, is_mean=True))
+
+    @staticmethod
+    def n_rows(n_frames: int) -> int:
+        """Return the number of rows of a spectrogram with one more frame, for the convolution of the last row."""
+        return n_frames // 2
+
+    def rows(self, frame: NDArray[np.float32]) -> FrameRows:
+        rows = super().rows(frame)
+        return replace(rows, outputs=rows.outputs[: self.n_rows(len(frame)) // 2])
+
+    def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
+        size = self.most_frames
+        frames = []
+        for i in range(0, len(source), size * HOP):
+            piece = source[i : i + size * HOP]
+            n = max(-(-len(piece) // HOP), 3)  # one token needs three frames
+            n_padded = min(n + 4, size) * HOP  # further silence does not change the spectrogram
+            mel = log_mel(np.pad(piece, (0, n_padded - len(piece))), self.n_mels)
+            frames.append(mel[: min((n + 1) // 2 * 2 + 1, size)])
+        n_tokens = sum(self.n_rows(len(frame)) // 2 for frame in frames)
+        return Prepared(tuple(frames), (n_tokens,), (0, 0), kind=self.kind)
+
+
+class Qwen2Audio(PooledWhisper):
+    marker, around = "<|AUDIO|>", ("<|audio_bos|>", "<|audio_eos|>")
+
+    def record(self) -> None:
+        x = self.encoded()
+        self.at().linear(x, "mm.a.fc", self.width)
+
+
+class AudioFlamingo(PooledWhisper):
+    marker = "<sound>"
+
+    def record(self) -> None:
+        self.two_linears(self.encoded(), "mm.a.mlp.1", "mm.a.mlp.2")
+
+
+class Qwen25OmniSound(PooledWhisper):
+    """Chunks of two seconds, each with separate positions. No row sees other chunks."""
+
+    marker, around = "<|AUDIO|>", ("<|audio_bos|>", "<|audio_eos|>")
+    n_rows = staticmethod(Whisper.n_rows)
+
+    def record(self) -> None:
+        self.at().linear(self.encoded(), "mm.a.fc", self.width)
+
+    def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
+        length = max(len(source), 3 * HOP)  # one token needs three frames
+        mel = log_mel(np.pad(source, (0, length + -length % HOP - len(source))), self.n_mels)
+        chunks = (mel[i : i + _CHUNK] for i in range(0, len(mel), _CHUNK))
+        frames = tuple(chunk for chunk in chunks if len(chunk) > 2)  # fewer frames have no token
+        n_tokens = sum(self.n_rows(len(frame)) // 2 for frame in frames)
         return Prepared(frames, (n_tokens,), (0, 0), kind=self.kind)

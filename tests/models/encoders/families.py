@@ -113,6 +113,17 @@ def edges(shortest: int, longest: int) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Family] = {
+    "step3vl": family(
+        "Step3p7",
+        TEXT
+        | parsed("head_dim=16 share_expert_dim=32 n_routed_experts=4 num_experts_per_tok=2 moe_intermediate_size=32")
+        | {"mlp_layer_types": ["sparse"], "partial_rotary_factors": [0.5], "sliding_window": 64},
+        {"width": 72, "layers": 2, "heads": 3, "mlp_ratio": 1.5, "image_size": 728, "patch_size": 56},
+        "torch step3p7 Step3p7",
+        {},
+        "pixel_values pixel_values_local num_local_patches",
+        ((75, 130), (800, 150), (1, 1)),
+    ),
     "deepseekocr": family(
         "UnlimitedOcr",
         DEEPSEEK_OCR | {"sliding_window": 1024},
@@ -226,6 +237,15 @@ FAMILIES: dict[str, Family] = {
         SQUARE | {"crop_to_patches": True, "min_patches": 1, "max_patches": 12},
         image_seq_length=4,
     ),
+    "janus_pro": family(
+        "Janus",
+        LLAMA,
+        siglip("janus_vision_model", image_size=56, patch_size=14, mlp_ratio=1.5, projection_dim=48),
+        "janus Janus",
+        SQUARE,
+        vq_config=parsed("embed_dim=4 latent_channels=32 base_channels=32 num_embeddings=8 num_patches=4")
+        | {"channel_multiplier": [1], "num_res_blocks": 1, "image_token_embed_dim": 16, "projection_dim": 48},
+    ),
     "kimik25": family(
         "Kimi_K25",
         TEXT
@@ -262,6 +282,15 @@ FAMILIES: dict[str, Family] = {
         ("minicpmv", "MiniCPMVProcessor"),
         {"scale_resolution": 84, "max_slice_nums": 4},
         ("pixel_values", "target_sizes"),
+    ),
+    "lightonocr": family(
+        "LightOnOcr",
+        TEXT | {"model_type": "qwen3"},
+        siglip("pixtral", image_size=112, patch_size=14, head_dim=24, hidden_act="silu"),
+        "pixtral Pixtral",
+        {"size": {"longest_edge": 112}, "patch_size": {"height": 28, "width": 28}},
+        "pixel_values image_sizes",
+        (*SIZES[:2], (1, 40)),
     ),
     "llama4": family(
         "Llama4",
@@ -417,6 +446,20 @@ FAMILIES |= {
     "kimivl": like("kimik25", {}, release=released.as_kimi_vl),
     "minicpmv4_6 4x": like(
         "minicpmv4_6", {"downsample_mode": "4x"}, options={"scale_resolution": 84, "downsample_mode": "4x"}
+    ),
+    "qwen2.5o": like(
+        "qwen2.5vl_merger",
+        {
+            "audio_config": {
+                "d_model": 32,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 32,
+                "output_dim": 48,
+            }
+        },
+        model="Qwen2_5OmniThinkerForConditionalGeneration",
+        config="Qwen2_5OmniThinkerConfig",
     ),
     "mlp padded": like(
         "mlp",

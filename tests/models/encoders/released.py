@@ -199,3 +199,16 @@ class DotsOCR(torch.nn.Module):  # type: ignore[misc, name-defined]
                     name = name.replace(f"mlp.{part}", f"mlp.fc{number}")
             tensors[name] = tensor.contiguous()
         save_file(tensors, folder / "model.safetensors")
+
+
+def as_qwen_omni(folder: Path) -> None:
+    """Rewrite a thinker as a part of a model that also speaks."""
+
+    def change(config: dict[str, Any], tensors: Tensors) -> Tensors:
+        thinker = dict(config)
+        config.clear()
+        config |= {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"], "thinker_config": thinker}
+        config |= {"talker_config": {"model_type": "qwen2_5_omni_talker"}, "enable_audio_output": True}
+        return tensors | {"talker.codec_head.weight": torch.zeros(2, 2)}
+
+    rewrite(folder, change, {"^": "thinker."})

@@ -27,12 +27,14 @@ from tests.helpers.checkpoints import write_tokenizer
 from tests.models.encoders.families import (
     FAMILIES as VISION_FAMILIES,
     GEMMA_4,
+    MROPE,
     TEXT,
     picture,
     processor_of,
     torch,
     transformers,
 )
+from tests.models.encoders.released import as_qwen_omni
 from tests.models.encoders.test_seeing import check_logits, loading, logits, messages as image_messages
 from tests.models.encoders.test_transformers import encoded
 
@@ -76,6 +78,83 @@ class Voxtral:
 
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
+
+
+class AudioFlamingo:
+    """Also the class of Qwen 2-Audio, which has the same encoder."""
+
+    #: Less than a token, an odd number of rows, and several chunks.
+    seconds = (0.01, 0.335, 1.9)
+    model_class = transformers.AudioFlamingo3ForConditionalGeneration
+    config_class = transformers.AudioFlamingo3Config
+
+    def __init__(self) -> None:
+        audio = WHISPER | {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
+        text = TEXT | {"model_type": "qwen2"}
+        self.model = random_model(self.model_class(self.config_class(audio_config=audio, text_config=text)))
+
+    def features(self, samples: Samples) -> Any:
+        size = 2 * N_POSITIONS * 160
+        samples = np.pad(samples, (0, max(0, 321 - len(samples))))
+        pieces = [samples[i : i + size] for i in range(0, len(samples), size)]
+        extractor = transformers.WhisperFeatureExtractor(feature_size=80)
+        options = {"padding": "max_length", "max_length": size, "return_attention_mask": True, "return_tensors": "pt"}
+        seen = extractor(pieces, sampling_rate=RATE, **options)
+        return self.of_spectrograms(seen["input_features"], seen["attention_mask"])
+
+    def of_spectrograms(self, mel: Any, mask: Any) -> Any:
+        return self.model.get_audio_features(mel, mask).pooler_output
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+
+class Qwen2Audio(AudioFlamingo):
+    model_class = transformers.Qwen2AudioForConditionalGeneration
+    config_class = transformers.Qwen2AudioConfig
+
+    def of_spectrograms(self, mel: Any, mask: Any) -> Any:
+        model, found = self.model.model, []
+        for one, n in zip(mel, mask.sum(1), strict=True):
+            n_rows = (int(n) + 1) // 2
+            sees = torch.zeros(1, 1, N_POSITIONS, N_POSITIONS).masked_fill(torch.arange(N_POSITIONS) >= n_rows, -1e9)
+            rows = model.audio_tower(one[None], sees).last_hidden_state
+            found.append(model.multi_modal_projector(rows)[0, : n_rows // 2])
+        return torch.cat(found)
+
+
+class Qwen25Omni:
+    """The part of transformers' model that reads and writes, as in a checkpoint that also speaks."""
+
+    #: Less than a token, an odd number of rows, and several chunks with an incomplete last one.
+    seconds = (0.01, 0.335, 5.13)
+
+    def __init__(self) -> None:
+        audio = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
+        audio |= {"num_mel_bins": 80, "output_dim": 48}
+        tokens = {"audio_token_index": 7, "image_token_index": 8, "video_token_index": 9}
+        vision = VISION_FAMILIES["qwen2.5o"].settings["vision_config"]
+        config = transformers.Qwen2_5OmniThinkerConfig(
+            audio_config=audio, text_config=TEXT | MROPE, vision_config=vision, **tokens
+        )
+        self.model = random_model(transformers.Qwen2_5OmniThinkerForConditionalGeneration(config))
+
+    def features(self, samples: Samples) -> Any:
+        samples = np.pad(samples, (0, max(0, 480 - len(samples))))
+        seen = transformers.WhisperFeatureExtractor(feature_size=80)(
+            samples,
+            sampling_rate=RATE,
+            padding="longest",
+            truncation=False,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        return self.model.get_audio_features(seen["input_features"], seen["attention_mask"]).pooler_output
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        processor_of("qwen2.5o").save_pretrained(folder)
+        as_qwen_omni(folder)
 
 
 class Ultravox:
@@ -222,6 +301,9 @@ class Gemma4(Gemma4Unified):
 FAMILIES: dict[str, Any] = {
     "gemma4a": Gemma4,
     "gemma4ua": Gemma4Unified,
+    "musicflamingo": AudioFlamingo,
+    "qwen2.5o audio": Qwen25Omni,
+    "qwen2a": Qwen2Audio,
     "qwen3a": Qwen3ASR,
     "ultravox": Ultravox,
     "voxtral": Voxtral,

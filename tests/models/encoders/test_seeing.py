@@ -90,6 +90,9 @@ def forward(model: Any, name: str, ids: list[int], images: list[Any]) -> NDArray
     mask = (given == token).int()
     more = {key: seen[key] for key in family.arguments if key in seen}
     more |= {key: mask for key in ("mm_token_type_ids", "token_type_ids") if key in taken}
+    if name == "qwen2.5o":  # transformers finds images by the token before them
+        model.config.vision_start_token_id = int(given[0, int(mask.argmax()) - 1])
+        more["attention_mask"] = torch.ones_like(given)
     with torch.no_grad():
         found: NDArray[np.float32] = model(input_ids=given, **more).logits[0].numpy()
     return found

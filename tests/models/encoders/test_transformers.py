@@ -40,7 +40,7 @@ from tests.models.encoders.families import (
 )
 
 #: Families whose processors make torchvision scale and normalise in one step.
-SCALED_AND_NORMALISED = ("deepseekocr", "kimik25", "kimivl", "lfm2", "minimax_m3", "muse-glimmer")
+SCALED_AND_NORMALISED = ("deepseekocr", "kimik25", "kimivl", "lfm2", "minimax_m3", "muse-glimmer", "step3vl")
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,13 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
                 theirs = by_colour(encoder, each, theirs)
             elif name.startswith(("minicpm", "resampler")):
                 theirs = in_slices(encoder, each.frames, theirs)
-            elif name.startswith("deepseekocr"):
+            elif name.startswith(("deepseekocr", "step3vl")):
                 views = [*seen.get("pixel_values_local", ()), *theirs]
                 theirs = np.concatenate(
-                    [image_functions.patches(np.moveaxis(np.asarray(view), 0, -1), 16) for view in views]
+                    [
+                        image_functions.patches(np.moveaxis(np.asarray(view), 0, -1), encoder.model.patch_size)
+                        for view in views
+                    ]
                 )
             elif name == "muse-glimmer":  # both halves of a patch are the same image
                 theirs = np.split(theirs, 2, axis=1)[0][in_blocks(encoder, each.frames[0])]
