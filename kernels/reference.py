@@ -540,6 +540,36 @@ class _Run:
                 y[t] += c[t] @ state
         return y
 
+    def wkv(self, op: ops.WKV) -> tuple[Array, ...]:
+        n_heads, d, _ = op.state.shape
+        r, k, v, decay = (self.values[x].reshape(-1, n_heads, d) for x in (op.r, op.k, op.v, op.decay))
+        bonus = None if op.bonus is None else self.arrays[op.bonus].reshape(n_heads, d)
+        if op.rate is not None and op.key_scale is not None and op.key_rate is not None:
+            decay = np.exp(np.float32(-np.exp(-0.5)) * sigmoid(decay))
+            kappa = k * self.arrays[op.key_scale].reshape(n_heads, d)
+            kappa = kappa / np.maximum(np.sqrt(np.sum(kappa * kappa, axis=-1, keepdims=True)), np.float32(1e-12))
+            rate = sigmoid(self.values[op.rate]).reshape(-1, n_heads, d)
+            k = k * (1 + (rate - 1) * self.arrays[op.key_rate].reshape(n_heads, d))
+        else:
+            kappa = rate = None
+            with np.errstate(over="ignore"):
+                decay = np.exp(-np.exp(decay))
+            k = k if bonus is not None else k * (1 - decay)
+        out = np.empty_like(v)
+        for start, stop, state in self._states(op.state):
+            for t in range(start, stop):
+                if kappa is None and bonus is not None:
+                    out[t] = np.einsum("hkv,hk->hv", state, r[t])
+                known = None if kappa is None else np.einsum("hkv,hk->hv", state, kappa[t])
+                state *= decay[t][..., None]
+                if known is not None:
+                    state -= (kappa[t] * rate[t])[..., None] * known[:, None]
+                state += k[t][..., None] * v[t][:, None]
+                if kappa is not None or bonus is None:
+                    out[t] = np.einsum("hkv,hk->hv", state, r[t])
+        y = out.reshape(len(out), -1)
+        return (y,) if bonus is None else (y, (v * (r * k * bonus).sum(axis=-1, keepdims=True)).reshape(y.shape))
+
     def _recurrence(
         self, declaration: g.RecurrentState, q: Array, k: Array, v: Array, decay: Array, beta: Array | None
     ) -> Array:

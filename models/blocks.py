@@ -27,8 +27,8 @@ R = TypeVar("R", bound=Any)
 #: last matrix of the block.
 OUTPUT_MATRICES = {
     **dict.fromkeys(("attn_output", "attn_output_b", "attn_o"), "attention"),
-    **dict.fromkeys(("ssm_out", "shortconv.out_proj"), "recurrent"),
-    "ffn_down": "mlp",
+    **dict.fromkeys(("ssm_out", "shortconv.out_proj", "time_mix_output"), "recurrent"),
+    **dict.fromkeys(("ffn_down", "channel_mix_value"), "mlp"),
 }
 
 

@@ -205,6 +205,28 @@ class Dilated(FloatView):
 
 
 @dataclass(frozen=True, eq=False)
+class TokenShift(FloatView):
+    """Kernel [n, 2] of a convolution that adds a share of the previous token's values and the rest of the token's.
+
+    The shares [n] are row ``row`` of the whole weight.
+    """
+
+    row: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.whole.name}[{self.row}]"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[-1], 2
+
+    def values(self) -> NDArray[np.float32]:
+        shares = floats(self.whole).reshape(-1, self.whole.shape[-1])[self.row]
+        return np.stack([shares, 1 - shares], axis=1)
+
+
+@dataclass(frozen=True, eq=False)
 class ArrayWeight:
     """A float32 weight in memory instead of a file."""
 

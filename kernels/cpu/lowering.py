@@ -685,6 +685,21 @@ class CPULowering:
         )  # fmt: skip
         return y
 
+    def wkv(self, op: ops.WKV) -> tuple[HostRows, ...]:
+        n_heads, rows, columns = op.state.shape
+        vectors = 2 if columns % 32 == 0 else 1
+        results = tuple(self.new(Rows.TOKENS, y.width, writes_padding=False) for y in op.result)
+        weights = {name: self.weights.vector(getattr(op, name)) for name in ("key_scale", "key_rate", "bonus")}
+        self.call(
+            recurrent.wkv, n_heads * columns // (16 * vectors), N_SEQUENCES,
+            batch=self.counter(N_SEQUENCES), **self.sequences(op.state), r=self.stored[op.r], k=self.stored[op.k],
+            v=self.stored[op.v], decay=self.stored[op.decay],
+            rate=self.stored[op.decay if op.rate is None else op.rate], **weights, columns=columns, out=results[0],
+            of_bonus=results[-1].buffer,
+            constants={"RATE": op.rate is not None, "BONUS": op.bonus is not None, "ROWS": rows, "VECTORS": vectors},
+        )  # fmt: skip
+        return results
+
     def _recurrence(self, op: ops.GatedDelta | ops.Scan, constants: dict[str, bool], **arguments: Any) -> HostRows:
         n_heads, rows, columns = op.state.shape
         vectors = 2 if columns % 32 == 0 else 1

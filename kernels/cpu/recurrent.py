@@ -16,6 +16,9 @@ from localllm.kernels.cpu.elementwise import ONE, exp, sigmoid, softplus
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import Registers, device, static_range, template
 
+#: -1 / √e, the logarithm of RWKV 7's strongest decay, and the smallest square of a length.
+LOG_DECAY, SMALLEST_SQUARE = np.float32(-np.exp(-0.5)), np.float32(1e-24)
+
 
 @device
 def rows_of(sequence, starts):
@@ -274,3 +277,94 @@ def channel_scan(
                 store_f32x16(state + state_stride * i, h)
                 total = fma(h, load_splat_f32(c + token * c_stride + 4 * i), total)
             store_f32x16(out + token * x_stride + column, total)
+
+
+@template
+def wkv_channels(r, k, decay, rate, key_scale, key_rate, bonus, decays, keys, kappas, removed, total: Registers):
+    """Store the decays and keys of a head's channels and, with RATE, κ and -κ ∘ a before κ is divided by its length.
+
+    total: the sum of r ∘ k' ∘ bonus, and of κ².
+    """
+    for i in range(0, 4 * ROWS, 64):
+        key, step = load_f32x16(k + i), load_f32x16(decay + i)
+        if RATE:
+            factor = exp(sigmoid(step) * splat(LOG_DECAY))
+            a, kappa = sigmoid(load_f32x16(rate + i)), key * load_f32x16(key_scale + i)
+            key = fma((a - splat(ONE)) * load_f32x16(key_rate + i), key, key)
+            store_f32x16(kappas + i, kappa)
+            store_f32x16(removed + i, zero_f32x16() - kappa * a)
+            total[1] = fma(kappa, kappa, total[1])
+        else:
+            factor = exp(zero_f32x16() - exp(step))
+            if not BONUS:
+                key = key - key * factor
+        if BONUS:
+            total[0] = fma(load_f32x16(r + i) * key, load_f32x16(bonus + i), total[0])
+        store_f32x16(decays + i, factor)
+        store_f32x16(keys + i, key)
+
+
+@kernel
+def wkv(
+    begin, end, batch, starts, positions, slots, states, state_bytes, r, r_stride, k, k_stride, v, v_stride,
+    decay, decay_stride, rate, rate_stride, key_scale, key_rate, bonus, columns, out, out_stride, of_bonus,
+):  # fmt: skip
+    """RWKV's recurrence, see `localllm.kernels.operations.WKV`. RATE and BONUS: whether these arguments are given.
+
+    Units, and states [n_slots, columns / (16 * VECTORS) of all heads, ROWS, 16 * VECTORS], as in `recurrence`.
+    """
+    n_sequences = load_i64(batch)
+    decays, keys, kappas, removed = stack(4 * ROWS), stack(4 * ROWS), stack(4 * ROWS), stack(4 * ROWS)
+    for unit in range(begin, end):
+        sequence, column_group = unit % n_sequences, unit // n_sequences
+        head = 4 * ROWS * (column_group * (16 * VECTORS) // columns)
+        start, stop = rows_of(sequence, starts)
+        state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes + column_group * (64 * VECTORS * ROWS)
+        if load_i32(positions + 4 * start) == 0:
+            clear_state(state, 64 * VECTORS * ROWS)
+        for token in range(start, stop):
+            total[0] = zero_f32x16()
+            total[1] = zero_f32x16()
+            query, key, step = r + token * r_stride + head, k + token * k_stride + head, decay + token * decay_stride
+            own_rate = rate + token * rate_stride + head
+            wkv_channels(
+                query, key, step + head, own_rate, key_scale + head, key_rate + head, bonus + head,
+                decays, keys, kappas, removed, total,
+            )  # fmt: skip
+            clear_registers(known)
+            clear_registers(y)
+            if RATE:
+                for i in range(ROWS):
+                    kappa = load_splat_f32(kappas + 4 * i)
+                    for x in static_range(VECTORS):
+                        known[x] = fma(load_f32x16(state + 64 * VECTORS * i + 64 * x), kappa, known[x])
+                square = max(sum_lanes(total[1]), SMALLEST_SQUARE)
+                for x in static_range(VECTORS):
+                    known[x] = known[x] * splat(ONE / square)
+            offset = token * v_stride + 64 * VECTORS * column_group
+            for x in static_range(VECTORS):
+                values[x] = load_f32x16(v + offset + 64 * x)
+            for i in range(ROWS):
+                factor, added, q = (
+                    load_splat_f32(decays + 4 * i),
+                    load_splat_f32(keys + 4 * i),
+                    load_splat_f32(query + 4 * i),
+                )
+                if RATE:
+                    minus = load_splat_f32(removed + 4 * i)
+                for x in static_range(VECTORS):
+                    s = load_f32x16(state + 64 * VECTORS * i + 64 * x)
+                    if BONUS and not RATE:
+                        y[x] = fma(s, q, y[x])
+                    s = s * factor
+                    if RATE:
+                        s = fma(minus, known[x], s)
+                    s = fma(added, values[x], s)
+                    if RATE or not BONUS:
+                        y[x] = fma(s, q, y[x])
+                    store_f32x16(state + 64 * VECTORS * i + 64 * x, s)
+            offset = token * out_stride + 64 * VECTORS * column_group
+            for x in static_range(VECTORS):
+                store_f32x16(out + offset + 64 * x, y[x])
+                if BONUS:
+                    store_f32x16(of_bonus + offset + 64 * x, values[x] * splat(sum_lanes(total[0])))

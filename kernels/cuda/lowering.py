@@ -858,6 +858,23 @@ class CUDALowering:
         )  # fmt: skip
         return y
 
+    def wkv(self, op: ops.WKV) -> tuple[DeviceRows, ...]:
+        n_heads, n_rows, n_columns = op.state.shape
+        results = tuple(self.new(Rows.TOKENS, y.width) for y in op.result)
+        columns, tensors = 32 if n_columns % 32 == 0 else 16, (op.r, op.k, op.v, op.decay, op.rate or op.decay)
+        weights = {name: self.weights.vector(getattr(op, name)) for name in ("key_scale", "key_rate", "bonus")}
+        rows = {name: self.stored[x] for name, x in zip(("r", "k", "v", "decay", "rate"), tensors, strict=True)}
+        self._recurrent_call(
+            "wkv", "recurrent", "wkv", op.state, 4 * (len(tensors) + len(results)) * op.r.width,
+            lambda n: (n_heads * n_columns // columns, min(n, _MAX_SEQUENCES)), 4 * columns,
+            **rows, **weights, columns=n_columns, out=results[0], of_bonus=results[-1].buffer, operands=[*results],
+            defines={
+                "RATE": int(op.rate is not None), "BONUS": int(op.bonus is not None), "ROWS": n_rows,
+                "COLUMNS": columns,
+            },
+        )  # fmt: skip
+        return results
+
     def _recurrence(
         self,
         op: ops.GatedDelta | ops.Scan,

@@ -43,6 +43,91 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int i = 0; i < STATES; i++) state[(size_t)i * n] = h[i];
   }
 }
+#elif defined(RATE)
+constexpr int LANES = 4, THREADS = LANES * COLUMNS, OWN = ROWS / LANES;
+
+// Values of a token that all columns of a head use; removed: -kappa * a, before kappa is divided by its length.
+struct __align__(16) Token {
+  float decay[ROWS], key[ROWS], query[ROWS], kappa[RATE ? ROWS : 4], removed[RATE ? ROWS : 4], bonus[BONUS ? ROWS : 4];
+};
+
+DEVICE float sum_of_lanes(float x) {
+  x += __shfl_xor_sync(FULL_MASK, x, 1);
+  return x + __shfl_xor_sync(FULL_MASK, x, 2);
+}
+
+// RWKV's recurrence, see kernels/operations/recurrent.py.  RATE, BONUS: whether these arguments are given.
+//
+// Grid: (blocks of COLUMNS columns of the v of all heads, sequences at once); four lanes share a column, and each has
+// every fourth group of four rows.  columns: columns per head.  states: [blocks, OWN, THREADS] of a slot.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    wkv(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ positions,
+        const int* __restrict__ slots, float* __restrict__ states, int64_t slot_floats, const float* __restrict__ r,
+        int r_stride, const float* __restrict__ k, int k_stride, const float* __restrict__ v, int v_stride,
+        const float* __restrict__ decay, int decay_stride, const float* __restrict__ rate, int rate_stride,
+        const float* __restrict__ key_scale, const float* __restrict__ key_rate, const float* __restrict__ bonus,
+        int columns, float* __restrict__ out, int out_stride, float* __restrict__ of_bonus) {
+  __shared__ Token tokens[2];
+  const int column = blockIdx.x * COLUMNS + threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  const int first = ROWS * (blockIdx.x * COLUMNS / columns);
+  int turn = 0;
+  for (int sequence = blockIdx.y; sequence < header[N_SEQUENCES]; sequence += gridDim.y) {
+    const int start = starts[sequence], stop = starts[sequence + 1];
+    float* state = states + slots[sequence] * slot_floats + (size_t)blockIdx.x * (OWN * THREADS) + threadIdx.x;
+    const bool goes_on = positions[start] > 0;
+    float s[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) s[i] = goes_on ? state[i * THREADS] : 0.0f;
+    for (int token = start; token < stop; token++) {
+      turn ^= 1;
+      Token& now = tokens[turn];
+      for (int i = threadIdx.x; i < ROWS; i += THREADS) {
+        const int channel = first + i;
+        const float step = decay[(size_t)token * decay_stride + channel];
+        const float query = r[(size_t)token * r_stride + channel];
+        float key = k[(size_t)token * k_stride + channel], factor;
+        if (RATE) {
+          factor = expf(sigmoid(step) * -0.60653066f);  // -1 / sqrt(e)
+          const float a = sigmoid(rate[(size_t)token * rate_stride + channel]), kappa = key * key_scale[channel];
+          key = fmaf((a - 1.0f) * key_rate[channel], key, key);
+          now.kappa[i] = kappa, now.removed[i] = -kappa * a;
+        } else {
+          factor = expf(-expf(step));
+          if (!BONUS) key -= key * factor;
+        }
+        now.decay[i] = factor, now.key[i] = key, now.query[i] = query;
+        if (BONUS) now.bonus[i] = query * key * bonus[channel];
+      }
+      const float value = v[(size_t)token * v_stride + column];
+      __syncthreads();  // all have finished the previous token, so its buffer can be reused: two are enough
+      float known = 0.0f, squares = 0.0f, total = 0.0f, y = 0.0f;
+#pragma unroll
+      for (int i = 0; i < OWN; i++) {
+        const int row = LANES * (i & ~3) + 4 * lane + (i & 3);
+        if (RATE) known = fmaf(s[i], now.kappa[row], known), squares = fmaf(now.kappa[row], now.kappa[row], squares);
+        if (BONUS) total += now.bonus[row];
+      }
+      if (RATE) known = sum_of_lanes(known) / fmaxf(sum_of_lanes(squares), 1e-24f);
+      if (BONUS) total = sum_of_lanes(total);
+#pragma unroll
+      for (int i = 0; i < OWN; i++) {
+        const int row = LANES * (i & ~3) + 4 * lane + (i & 3);
+        if (BONUS && !RATE) y = fmaf(s[i], now.query[row], y);
+        s[i] *= now.decay[row];
+        if (RATE) s[i] = fmaf(now.removed[row], known, s[i]);
+        s[i] = fmaf(now.key[row], value, s[i]);
+        if (RATE || !BONUS) y = fmaf(s[i], now.query[row], y);
+      }
+      y = sum_of_lanes(y);
+      if (lane == 0) {
+        out[(size_t)token * out_stride + column] = y;
+        if (BONUS) of_bonus[(size_t)token * out_stride + column] = value * total;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < OWN; i++) state[i * THREADS] = s[i];
+  }
+}
 #else
 constexpr int LANES = 4, THREADS = LANES * COLUMNS, OWN = ROWS / LANES;
 

@@ -375,13 +375,18 @@ class HeadGate(SameShape):
 
 
 class Activation(SameShape):
-    """activation(x), one of `UNGATED`."""
+    """activation(x), one of `UNGATED`, or "sigmoid" for rows of a multiple of 32 values.
+
+    Rows are padded with zeros to a multiple of 32 values, and σ(0) is not 0.
+    """
 
     activation: str
     overwrites = "x"
 
     def check(self) -> None:
-        g.check_choice("activation without a gate", self.activation, UNGATED)
+        g.check_choice("activation without a gate", self.activation, (*UNGATED, "sigmoid"))
+        if self.activation == "sigmoid" and self.x.width % 32:
+            raise KernelError(f"a sigmoid of {self.x.width} values needs a multiple of 32")
 
 
 class Clamp(SameShape):

@@ -160,6 +160,49 @@ class ChannelScan(Operation[Tensor]):
         return Tensor(Rows.TOKENS, n)
 
 
+class WKV(Operation[tuple[Tensor, ...]]):
+    """RWKV's linear attention, whose state S [d, d] of each head has a decay per row.
+
+    r, k, v and decay are [T, H * d]. With ``rate`` (RWKV 7), for each token and head:
+
+        w = exp(-σ(decay) / √e);  a = σ(rate);  κ = k ∘ key_scale, divided by its length
+        k' = k ∘ (1 + (a - 1) ∘ key_rate)
+        S = diag(w) S - (κ ∘ a) ⊗ Sᵀκ + k' ⊗ v;  result = Sᵀr
+
+    Without ``rate``, w = exp(-exp(decay)). With ``bonus`` (RWKV 6), k' = k, and the result is Sᵀr of the state before
+    the token. Without ``bonus`` (gated linear attention), k' = k ∘ (1 - w), and the result includes the token.
+
+    The second result, if there is a ``bonus`` [H * d], is v times the sum of r ∘ k' ∘ bonus over each head.
+    ``state`` is [H, d, d]; d must be a multiple of 16.
+
+    Sources: RWKV 7, arXiv:2503.14456; RWKV 6, arXiv:2404.05892; gated linear attention, arXiv:2312.06635.
+    """
+
+    r: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    state: RecurrentState
+    rate: Tensor | None = None
+    key_scale: Weight | None = None
+    key_rate: Weight | None = None
+    bonus: Weight | None = None
+
+    @cached_property
+    def result(self) -> tuple[Tensor, ...]:
+        tensors = [x for x in (self.r, self.k, self.v, self.decay, self.rate) if x is not None]
+        g.check_rows(Rows.TOKENS, *tensors)
+        n_heads, rows, columns = _check_heads(self.state, 1)
+        if rows != columns or any(x.width != n_heads * rows for x in tensors):
+            raise KernelError(f"rows of {[x.width for x in tensors]} values do not match {list(self.state.shape)}")
+        for weight in (self.key_scale, self.key_rate, self.bonus):
+            g.check_shape(weight, n_heads * rows)
+        scales = (self.key_scale, self.key_rate, self.bonus)
+        if (None in scales) if self.rate is not None else scales[:2] != (None, None):
+            raise KernelError("rates of keys need key_scale, key_rate and bonus, which other states do not have")
+        return tuple(Tensor(Rows.TOKENS, n_heads * rows) for _ in range(1 if self.bonus is None else 2))
+
+
 def side_by_side(tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Tensor, int]]:
     """Return the tensor and the first column of each part with the given widths."""
     if len(tensors) == len(widths):

@@ -439,12 +439,11 @@ GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
 }
 
 
-@cases(activation=UNGATED)
+@cases(activation=(*UNGATED, "sigmoid"))
 def activation(activation: str) -> Case:
     function, bounds = GATES[activation]
-    return Case(
-        lambda graph, x: graph.add(operations.Activation(x, activation)), [with_large(3.0)], function, **bounds
-    )
+    x = with_large(3.0)[:, : 96 if activation == "sigmoid" else None]
+    return Case(lambda graph, x: graph.add(operations.Activation(x, activation)), [x], function, **bounds)
 
 
 @cases()
@@ -852,6 +851,46 @@ def channel_scan(n: int, n_state: int) -> Case:
 
     inputs = [rows(n), rows(n, 1), rows(n_state, 2), rows(n_state, 6)]
     return Case(build, inputs, expected, error=2e-6, every_cpu=n == 48)
+
+
+#: Heads and values per head, and whether these states have rates of keys and bonuses.
+STATES = {"rwkv7": (3, 64, True, True), "small": (2, 16, True, True), "rwkv6": (3, 64, False, True)}
+
+
+@cases(kind=(*STATES, "rwkv6qwen2"))
+def wkv(kind: str) -> Case:
+    """RWKV's states. The results, if there are two, are added."""
+    n_heads, d, has_rate, has_bonus = STATES.get(kind, (2, 48, False, False))
+    width = n_heads * d
+    scale, rate, bonus = (random(width, seed=7 + i) for i in range(3))
+
+    def build(graph: Graph, r: g.Tensor, k: g.Tensor, v: g.Tensor, decay: g.Tensor, *a: g.Tensor) -> g.Tensor:
+        rates = (a[0], f32(scale), f32(rate)) if a else (None, None, None)
+        state = graph.state("S", n_heads, d, d)
+        ys = graph.add(operations.WKV(r, k, v, decay, state, *rates, f32(bonus) if has_bonus else None))
+        return graph.add(operations.Add(*ys, 0.5)) if has_bonus else ys[0]
+
+    def expected(r: Array, k: Array, v: Array, decay: Array, *a: Array) -> Array:
+        r, k, v, decay, out = (*(heads(x, d) for x in (r, k, v, decay)), np.empty((len(r), n_heads, d)))
+        w = np.exp(-np.exp(-0.5) * sigmoid(decay)) if has_rate else np.exp(-np.exp(decay))
+        kappa = rates = np.zeros_like(k)
+        if has_rate:
+            kappa, rates = k * scale.reshape(n_heads, d), sigmoid(heads(a[0], d))
+            kappa = kappa / np.linalg.norm(kappa, axis=-1, keepdims=True)
+            k = k * (1 + (rates - 1) * rate.reshape(n_heads, d))
+        elif not has_bonus:
+            k = k * (1 - w)
+        for h, state in enumerate(np.zeros((n_heads, d, d))):  # [values, keys]
+            for t in range(len(r)):
+                before = state
+                transition = np.diag(w[t, h]) - np.outer(kappa[t, h], kappa[t, h] * rates[t, h])
+                state = state @ transition + np.outer(v[t, h], k[t, h])
+                out[t, h] = (state if has_rate or not has_bonus else before) @ r[t, h]
+        by_bonus = v * np.sum(r * k * bonus.reshape(n_heads, d), axis=-1, keepdims=True)
+        return (0.5 * out + by_bonus if has_bonus else out).reshape(len(r), width)
+
+    inputs = [rows(width, seed) for seed in range(5 if has_rate else 4)]
+    return Case(build, inputs, expected, error=2e-6, every_cpu=kind == "small")
 
 
 # -- Attention -----------------------------------------------------------------------------------------------------

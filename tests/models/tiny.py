@@ -25,6 +25,7 @@ from localllm.models.registry import ARCHITECTURES, Conversion
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import parsed, write_tokenizer
 from tests.models.written import WRITTEN, Written, WrittenModel
+from tests.models.written_rwkv import WRITTEN_RWKV
 
 Array = NDArray[np.float32]
 
@@ -1102,7 +1103,7 @@ TINY: dict[str, Tiny] = {
 
 TINY |= {
     name: Tiny(str(written.settings["model_type"]), name.partition("-")[0], written=written)
-    for name, written in WRITTEN.items()
+    for name, written in (WRITTEN | WRITTEN_RWKV).items()
     if not written.is_encoder
 }
 

@@ -46,13 +46,16 @@ def one_key(key_dim: int, value_dim: int | None = None, **more: bool) -> KVCache
     return graph.kv_cache(1, key_dim, value_dim, values_in_keys=True, **more)
 
 
-#: Shapes of Qwen 3.5, Kimi Linear, Mamba 2 and Mamba.
+#: Shapes of Qwen 3.5, Kimi Linear, Mamba 2, Mamba, and RWKV 7 and 6.
 RECURRENCES: dict[str, Defines] = {
     "gated delta": {"ROWS": 128, "COLUMNS": 32, "DELTA": 1, "PER_CHANNEL": 0},
     "gated delta by channel": {"ROWS": 128, "COLUMNS": 32, "DELTA": 1, "PER_CHANNEL": 1},
     "scan 128": {"ROWS": 128, "COLUMNS": 32, "DELTA": 0, "PER_CHANNEL": 0},
     "scan 256": {"ROWS": 256, "COLUMNS": 32, "DELTA": 0, "PER_CHANNEL": 0},
     "channel scan": {"STATES": 16},
+    "rwkv7": {"RATE": 1, "BONUS": 1, "ROWS": 64, "COLUMNS": 32},
+    "rwkv6": {"RATE": 0, "BONUS": 1, "ROWS": 64, "COLUMNS": 32},
+    "rwkv6 of qwen2": {"RATE": 0, "BONUS": 0, "ROWS": 128, "COLUMNS": 32},
 }
 #: Indexers of DeepSeek V3.2 and V4, with runs as in GLM-5.3 and with scores per head as in MiniMax-M3.
 SELECTIONS: dict[str, Defines] = {
@@ -70,6 +73,8 @@ KNOWN_SPILLS = {
     "attention to a selection": (64, 32),
     "attention to entries": (24, 8),
     "gated delta": (16, 8),
+    "rwkv6 of qwen2": (8, 8),
+    "rwkv7": (8, 8),
     "selection of heads": (8, 8),
 }
 HEAD_DIMS = (16, 64, 80, 96, 128, 256)

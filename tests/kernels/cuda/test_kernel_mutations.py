@@ -278,6 +278,9 @@ CASES = {
     "recurrence": recurrence(is_per_channel=False),
     "recurrence by channel": recurrence(is_per_channel=True),
     "channel_scan": operation("channel_scan", "recurrent", {"STATES": 16}, lambda: operations.channel_scan(48, 16)),
+    "wkv": operation(
+        "wkv", "recurrent", {"RATE": 1, "BONUS": 1, "ROWS": 16, "COLUMNS": 16}, lambda: operations.wkv("small")
+    ),
     "hyper_weights": operation("hyper_weights", "elementwise", {}, lambda: operations.hyper_weights(3, 4)),
     "mix_streams": operation("mix_streams", "elementwise", {}, lambda: operations.mix_streams(3, 4, True)),
     "stream_gate": operation("stream_gate", "elementwise", {}, lambda: operations.stream_gate(3)),
