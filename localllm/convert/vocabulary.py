@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import unicodedata
 import warnings
+from ast import literal_eval
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from localllm.gguf.writer import read_back
 from localllm.nesting import parse_json
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer, TokenizerWarning
-from localllm.tokenizer.vocabulary import BPE, END_TEXTS, PLAMO, SPM, UNIGRAM, WORD_PIECE, TokenType
+from localllm.tokenizer.vocabulary import BPE, END_TEXTS, PLAMO, RWKV, SPM, UNIGRAM, WORD_PIECE, TokenType
 
 #: GGUF's names of special tokens, by Hugging Face's.
 _SPECIAL = {
@@ -82,6 +83,9 @@ def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
         keys = _sentencepiece(folder / "tokenizer.model", added, n_vocab)
     elif (folder / "tokenizer.jsonl").is_file():
         keys = _plamo(folder / "tokenizer.jsonl", n_vocab)
+    elif (folder / _RWKV_FILE).is_file():
+        # config.json has the ids of other tokens for BOS and EOS.
+        return _rwkv(folder / _RWKV_FILE, n_vocab) | _templates(folder, settings)
     elif not json:
         raise TokenizerError(f"{path_text(folder)} has no tokenizer.model or tokenizer.json: download them")
     elif json["model"]["type"] == "WordPiece":
@@ -136,6 +140,39 @@ def _plamo(path: Path, n_vocab: int) -> dict[str, Any]:
         "tokenizer.ggml.scores": np.array(scores + [-1000.0] * n, np.float32),
         "tokenizer.ggml.token_type": np.array([*types, *[TokenType.UNUSED] * n], np.int32),
         "tokenizer.ggml.eot_token_id": 4,  # <|plamo:op|>, as in llama.cpp's converter
+    }
+
+
+#: Name of the file with RWKV's tokenizer.
+_RWKV_FILE = "rwkv_vocab_v20230424.txt"
+
+
+def _rwkv(path: Path, n_vocab: int) -> dict[str, Any]:
+    """Return the keys of RWKV's tokenizer. Each line of its file has an id, a literal of Python and a length."""
+    tokens = ["<s>"]
+    for number, line in enumerate((read_file(path) or b"").decode().split("\n")):
+        parts = line.split(" ")
+        if line:
+            try:
+                value = literal_eval(" ".join(parts[1:-1]))
+                token = value.encode() if isinstance(value, str) else bytes(value)
+                is_right = (int(parts[0]), int(parts[-1])) == (len(tokens), len(token))
+            except (SyntaxError, ValueError, TypeError) as error:
+                raise TokenizerError(
+                    f"{path_text(path)}: line {number + 1} is not a token: download it again"
+                ) from error
+            if not is_right:
+                raise TokenizerError(f"{path_text(path)}: line {number + 1} has a wrong number: download it again")
+            tokens.append(repr(token)[2:-1])
+    n = len(tokens)
+    types = [TokenType.CONTROL] + [TokenType.NORMAL] * (n - 1) + [TokenType.UNUSED] * (n_vocab - n)
+    return {
+        "tokenizer.ggml.model": RWKV,
+        "tokenizer.ggml.tokens": tokens + [f"[PAD{i}]" for i in range(n, n_vocab)],
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        **{f"tokenizer.ggml.{name}_token_id": 0 for name in ("bos", "eos")},
+        # A turn ends with an empty line, as in llama.cpp's converter.
+        **({"tokenizer.ggml.eot_token_id": tokens.index(r"\n\n")} if r"\n\n" in tokens else {}),
     }
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from localllm.cancellation import check_cancelled
 from localllm.errors import TokenizerError, quoted
 from localllm.tokenizer.pretokenizers import PreTokenizer
-from localllm.tokenizer.vocabulary import BPE, PLAMO, SPM, UNIGRAM, WORD_PIECE, TokenType, Vocabulary
+from localllm.tokenizer.vocabulary import BPE, PLAMO, RWKV, SPM, UNIGRAM, WORD_PIECE, TokenType, Vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
@@ -36,7 +36,7 @@ class TextEncoder(Protocol):
 def make_encoder(vocabulary: Vocabulary) -> TextEncoder:
     encoders: dict[str, Callable[[Vocabulary], TextEncoder]]
     encoders = {SPM: SentencePieceEncoder, BPE: BPEEncoder, UNIGRAM: UnigramEncoder, WORD_PIECE: WordPieceEncoder}
-    encoders[PLAMO] = PLaMoEncoder
+    encoders |= {PLAMO: PLaMoEncoder, RWKV: RWKVEncoder}
     return encoders[vocabulary.model](vocabulary)
 
 
@@ -263,6 +263,46 @@ class PLaMoEncoder:
 
 #: Cost of a character without a token, and a cost above every sum. Source: llama.cpp's ``llm_tokenizer_plamo2``.
 _UNKNOWN_COST, _NO_COST = 10_000_000, 1 << 60
+
+
+class RWKVEncoder:
+    """RWKV's tokenizer: repeatedly takes the longest token that the remaining bytes of the text start with."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        hidden = set(vocabulary.of_type(*_NO_TEXT))
+        tokens = {unescaped(t): i for i, t in enumerate(vocabulary.tokens) if t and i not in hidden}
+        self._tokens, self._unknown = tokens, len(vocabulary)
+        lengths: dict[bytes, set[int]] = {}
+        for token in tokens:
+            lengths.setdefault(token[:2], set()).add(len(token))
+        #: Lengths of the tokens that start with two bytes, longest first.
+        self._lengths = {start: sorted(some, reverse=True) for start, some in lengths.items()}
+
+    def encode(self, text: str) -> list[int]:
+        data, ids, start = text.encode(), [], 0
+        while start < len(data):
+            if not len(ids) % _CHECKED:
+                check_cancelled()
+            for length in (*self._lengths.get(data[start : start + 2], ()), 1):
+                id_ = self._tokens.get(data[start : start + length])
+                if id_ is not None:
+                    break
+            ids.append(self._unknown if id_ is None else id_)
+            start += length
+        return ids
+
+
+_ESCAPE = re.compile(rb"\\(?:x([0-9a-f]{2})|(.))", re.DOTALL)
+_ESCAPED = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
+
+
+def unescaped(token: str) -> bytes:
+    """Return the bytes of a token of RWKV's tokenizer, which files contain as a literal of Python."""
+
+    def value(match: re.Match[bytes]) -> bytes:
+        return bytes((int(match[1], 16),)) if match[1] else _ESCAPED.get(match[2], match[2])
+
+    return _ESCAPE.sub(value, token.encode())
 
 
 class CharacterMap:

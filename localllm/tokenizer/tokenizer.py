@@ -10,9 +10,9 @@ from localllm.cancellation import check_cancelled
 from localllm.errors import TokenizerError, quoted, warn
 from localllm.kernels import process
 from localllm.options import checks
-from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder
+from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder, unescaped
 from localllm.tokenizer.pretokenizers import TokenizerWarning, warn_if_unknown
-from localllm.tokenizer.vocabulary import BPE, SPM, MetadataFile, TokenType, Vocabulary, as_token_id
+from localllm.tokenizer.vocabulary import BPE, RWKV, SPM, MetadataFile, TokenType, Vocabulary, as_token_id
 
 _SPACE_MARK = "\u2581"  # a space in SentencePiece
 _WHITE_SPACE = " \t\n\v\f\r"
@@ -63,7 +63,7 @@ class Tokenizer:
 
     @property
     def model(self) -> str:
-        """Kind: "llama" (SentencePiece), "gpt2" (BPE), "t5" (Unigram), "bert" (WordPiece) or "plamo2" (PLaMo)."""
+        """Kind: "llama" (SentencePiece), "gpt2" (BPE), "t5" (Unigram), "bert" (WordPiece), "plamo2" or "rwkv"."""
         return self._vocabulary.model
 
     @property
@@ -154,6 +154,8 @@ class Tokenizer:
             return bytes((self._vocabulary.byte_values[token],))
         if token_type == TokenType.USER_DEFINED:
             return text.encode()
+        if self.model == RWKV:
+            return unescaped(text)
         if self.model == BPE and not self._vocabulary.pre_tokenizer.is_raw:
             try:
                 return bytes([BYTE_CHARACTERS[character] for character in text])

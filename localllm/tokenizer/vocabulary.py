@@ -26,12 +26,20 @@ BPE = "gpt2"
 UNIGRAM = "t5"
 WORD_PIECE = "bert"
 PLAMO = "plamo2"
-_MODELS = {SPM: "SentencePiece", BPE: "BPE", UNIGRAM: "Unigram", WORD_PIECE: "WordPiece", PLAMO: "PLaMo"}
+RWKV = "rwkv"
+_MODELS = {
+    SPM: "SentencePiece",
+    BPE: "BPE",
+    UNIGRAM: "Unigram",
+    WORD_PIECE: "WordPiece",
+    PLAMO: "PLaMo",
+    RWKV: "RWKV",
+}
 _BPE_NAMES = ("gemma4", "whitespace")  # pre-tokenizers that are also names of the model
 
 #: Default ids of BOS, EOS and the unknown token.
 _DEFAULT_IDS = {SPM: (1, 2, None), BPE: (None, None, None), UNIGRAM: (None, 1, 2), WORD_PIECE: (101, 102, 100)}
-_DEFAULT_IDS |= {PLAMO: (1, 2, 0)}
+_DEFAULT_IDS |= {PLAMO: (1, 2, 0), RWKV: (None, None, None)}
 
 _NO_ID = 0xFFFFFFFF  # written by converters for "no token"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -194,7 +202,7 @@ class Vocabulary:
             suppressed_ids=frozenset(meta.token_ids("suppress_tokens", len(tokens), skips_others=True)),
             add_bos=add_bos,
             add_eos=add_eos,
-            add_space_prefix=meta.flag("add_space_prefix", model != UNIGRAM) and model not in (BPE, PLAMO),
+            add_space_prefix=meta.flag("add_space_prefix", model != UNIGRAM) and model not in (BPE, PLAMO, RWKV),
             merge_spaces=meta.flag("remove_extra_whitespaces", False),
             charsmap=meta.bytes("precompiled_charsmap"),
             lowercase=lowercase,

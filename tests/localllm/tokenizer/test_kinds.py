@@ -1,16 +1,20 @@
-"""BPE of plain characters (Gemma 4), Unigram (T5) and WordPiece (BERT), compared with their original libraries."""
+"""BPE of plain characters (Gemma 4), Unigram (T5) and WordPiece (BERT), compared with their original libraries;
+PLaMo's and RWKV's tokenizers, compared with simple formulas."""
 
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
+from localllm.convert.config import Config
+from localllm.convert.vocabulary import vocabulary_keys
 from localllm.errors import TokenizerError
 from localllm.tokenizer import Tokenizer
 from tests.helpers.checkpoints import bytes_field
@@ -214,3 +218,47 @@ def test_plamo_finds_the_split_with_the_best_scores(text: str) -> None:
 def test_plamo_writes_no_control_token_for_text() -> None:
     tokenizer = plamo()
     assert not {0, 1, 2, 3, 4} & set(tokenizer.encode("a<|plamo:op|>b", parse_special=False))
+
+
+# -- RWKV
+
+
+RWKV_TOKENS = [b"ab", b"abc", b"bcd", b"\n\n", b"'\\", "漢".encode(), "é".encode() + b"a", b"\t\xe6"]
+RWKV_FILE = "".join(
+    f"{i + 1} {token if i % 2 or not token.isascii() else token.decode()!r} {len(token)}\n"
+    for i, token in enumerate([*(bytes((value,)) for value in range(256)), *RWKV_TOKENS])
+)
+
+
+def rwkv(folder: Path) -> Tokenizer:
+    folder.joinpath("rwkv_vocab_v20230424.txt").write_text(RWKV_FILE, encoding="utf-8", newline="\n")
+    folder.joinpath("config.json").write_text("{}")
+    keys = vocabulary_keys(folder, Config({"bos_token_id": 1, "eos_token_id": 2}), 270)
+    return Tokenizer.from_gguf(FakeFile(keys))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text("abcd\n'\\漢é\t\0", max_size=12))
+def test_rwkv_takes_the_longest_tokens(tmp_path: Path, text: str) -> None:
+    tokenizer, data, expected = rwkv(tmp_path), text.encode(), []
+    while data:
+        token = max((t for t in RWKV_TOKENS if data.startswith(t)), key=len, default=data[:1])
+        expected.append(257 + RWKV_TOKENS.index(token) if token in RWKV_TOKENS else 1 + token[0])
+        data = data[len(token) :]
+    ids = tokenizer.encode(text)
+    assert ids == expected
+    assert tokenizer.decode(ids) == text
+
+
+def test_rwkv_ends_a_turn_with_an_empty_line(tmp_path: Path) -> None:
+    tokenizer = rwkv(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos) == (0, 0, False)
+    assert tokenizer.eog_ids == {0, 260}
+    assert tokenizer.encode("<s>") == [1 + byte for byte in b"<s>"]
+
+
+@pytest.mark.parametrize("line", ["7 'a' 2", "1 'a", "x 'a' 1", "1 3.5 1", "2 'a' 1"])
+def test_a_damaged_rwkv_vocabulary_is_an_error(tmp_path: Path, line: str) -> None:
+    tmp_path.joinpath("rwkv_vocab_v20230424.txt").write_text(line)
+    with pytest.raises(TokenizerError, match=r"line 1 .*download it again"):
+        vocabulary_keys(tmp_path, Config({}), 270)

@@ -57,7 +57,7 @@ def with_type(metadata: dict[str, Any], index: int, kind: int) -> dict[str, Any]
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no tokenizer": (without(SPM, "model"), "the file has no tokenizer"),
-    "unsupported model": (changed(SPM, model="rwkv"), "'rwkv' is not supported; 'llama'.*'gpt2'"),
+    "unsupported model": (changed(SPM, model="rwkv9"), "'rwkv9' is not supported; 'llama'.*'gpt2'"),
     "model no string": (changed(SPM, model=3), "the tokenizer 3 is not supported"),
     "pre no string": (changed(BPE, pre=3), "pre is not a string"),
     "no tokens": (without(SPM, "tokens"), "lacks its tokenizer.ggml.tokens"),
