@@ -188,6 +188,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mimo2": Architecture("mimo2", "MiMo V2", "mimo_v2_flash"),
     "minicpm": Architecture("granite", "MiniCPM 1 and 2", "minicpm"),
     "minicpm3": Architecture("minicpm3", "MiniCPM 3", "minicpm3"),
+    "minimax-01": Architecture(
+        "minimax_01", "MiniMax-01 and M1", "minimax minimax_text_01 MiniMaxText01ForCausalLM MiniMaxM1ForCausalLM"
+    ),
     "minimax-m2": Architecture("minimax_m2", "MiniMax-M2", "minimax_m2"),
     "minimax-m3": Architecture("minimax_m3", "MiniMax-M3", "minimax_m3_vl minimax_m3_vl_text"),
     "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2", "ministral3 mistral3"),

@@ -47,7 +47,7 @@ EXCEPTIONS = re.compile(
     r"|laguna\.attention\.sliding_window_pattern|mimo2\.expert_weights_(norm|scale)"
     r"|eurobert\.classifier\.pooling_type|llama-embed\.pooling_type|minicpm3\.rope\.(freq_base|scaling\..*)|afmoe\.(attention\.sliding_window_pattern|expert_weights_norm)|chatglm\.context_length"
     r"|orion\.tensor_data_layout|gemma3n\.activation_sparsity_scale|xverse\.(vocab_size|tensor_data_layout)|pangu-embedded\.(vocab_size|rope\.dimension_count)"
-    r"|(bailingmoe2|exaone-moe)\.nextn_predict_layers|llama4\.attention\.(chunk_size|temperature_.*)|(deepseek2|kimi-linear)\.expert_weights_norm|(qwen|grok)\.attention\.layer_norm_epsilon"
+    r"|minimax-01\.attention\.recurrent_layers|(bailingmoe2|exaone-moe)\.nextn_predict_layers|llama4\.attention\.(chunk_size|temperature_.*)|(deepseek2|kimi-linear)\.expert_weights_norm|(qwen|grok)\.attention\.layer_norm_epsilon"
 )
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
@@ -70,6 +70,7 @@ def get_model_class(*arguments, **keywords):
     found = find(*arguments, **keywords)
     for kind in (found, *(inner for inner in vars(found).values() if isinstance(inner, type))):
         kind.set_vocab = set_vocab
+        kind._get_suppress_tokens = lambda self: None  # which needs the tokenizer
     found.no_mtp = True
     return found
 convert_hf_to_gguf.get_model_class = get_model_class
@@ -176,6 +177,13 @@ RELEASED: dict[str, dict[str, Any]] = {
         hybrid_layer_pattern=[0,1,1,1,1,0,1] swa_head_dim=16 swa_v_head_dim=8 swa_num_attention_heads=4
         swa_num_key_value_heads=2 topk_method=noaux_tc layernorm_epsilon=1e-5 rope_parameters=None rope_theta=10_000.0
         swa_rope_theta=500.0 partial_rotary_factor=0.5
+    """),
+    "minimax-01": as_released("""
+        architectures=['MiniMaxText01ForCausalLM'] rotary_dim=16 attn_type_list=[0,1,0,0] postnorm=True
+        layernorm_full_attention_alpha=1.5 layernorm_linear_attention_alpha=1.5 layernorm_mlp_alpha=1.5
+        layernorm_full_attention_beta=1.0 layernorm_linear_attention_beta=1.0 layernorm_mlp_beta=1.0 layer_types=None
+        full_attn_alpha_factor=None linear_attn_alpha_factor=None mlp_alpha_factor=None full_attn_beta_factor=None
+        linear_attn_beta_factor=None mlp_beta_factor=None
     """),
     "minimax-m2": {"rotary_dim": 8},
     "minimax-m3": as_released("n_shared_experts=1 rotary_dim=8 moe_layer_freq=[0,1,1,1]")

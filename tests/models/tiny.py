@@ -56,6 +56,17 @@ class Tiny:
     written: Written | None = None
 
 
+def with_decays(model: Any) -> None:
+    """Restore the decays of MiniMax-01, and do not save them, as in released checkpoints."""
+    for layer in model.model.layers:
+        if hasattr(attention := layer.self_attn, "slope_rate"):
+            slopes = attention.get_slope_rate()
+            for name, values in zip(("query", "key", "diagonal"), attention.decay_factors(slopes), strict=True):
+                getattr(attention, f"{name}_decay").copy_(values)
+            attention.slope_rate.copy_(slopes)
+            attention._non_persistent_buffers_set |= {*attention._buffers}
+
+
 #: Two groups of heads, a width that is not a multiple of a block or tile, and few tokens.
 CONFIG: dict[str, Any] = parsed("""
     hidden_size=64 intermediate_size=172 num_hidden_layers=4 num_attention_heads=4 num_key_value_heads=2 head_dim=16
@@ -984,6 +995,17 @@ TINY: dict[str, Tiny] = {
     "minicpm": Tiny("granite", "minicpm", MINICPM, release=as_minicpm),
     "minicpm3": Tiny("minicpm3", "minicpm3", MINICPM3),
     "minicpm3-longrope": Tiny("minicpm3", "minicpm3", MINICPM3 | {"rope_parameters": MINICPM3_LONGROPE}),
+    "minimax-01": Tiny(
+        "minimax",
+        "minimax-01",
+        LOCAL_MIXTURE
+        | parsed(
+            "num_attention_heads=16 full_attn_alpha_factor=1.5 linear_attn_alpha_factor=1.5 mlp_alpha_factor=1.5"
+        )
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}
+        | {"rope_parameters": PLAIN_ROPE, "block_size": 8},
+        change=with_decays,
+    ),
     "minimax-m2": Tiny("minimax_m2", "minimax-m2", LOCAL_MIXTURE | HALF_ROTATED),
     "minimax-m3": Tiny("minimax_m3_vl", "minimax-m3", MINIMAX_M3, auto="MiniMaxM3SparseForConditionalGeneration"),
     "mistral3": Tiny(

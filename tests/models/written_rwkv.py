@@ -108,7 +108,7 @@ LOW_RANK = "".join(
     model.layers.*.attn.{letter}_lora.lora.0 {rank} D
     model.layers.*.attn.{letter}_lora.lora.2 D {rank}
     """
-    + ("" if letter == "g" else f"model.layers.*.attn.{letter}_lora.lora.2.bias D")
+    + ("" if letter == "g" else f"model.layers.*.attn.{letter}_lora.lora.2.bias D\n")
     for letter, rank in {"w": 32, "a": 32, "v": 16, "g": 64}.items()
 )
 LOW_RANK_OF_QWEN = {
@@ -116,7 +116,7 @@ LOW_RANK_OF_QWEN = {
     model.layers.*.self_attn.time_mixer.{letter}1! D {rank}
     model.layers.*.self_attn.time_mixer.{letter}2! {rank} D
     """
-    + ("" if letter == "g" else f"model.layers.*.self_attn.time_mixer.{letter}0! 1 1 D")
+    + ("" if letter == "g" else f"model.layers.*.self_attn.time_mixer.{letter}0! 1 1 D\n")
     for letter, rank in {"w": 64, "a": 64, "v": 32, "g": 128}.items()
 }
 
@@ -152,9 +152,7 @@ RWKV7 = (
 
 
 def arwkv7_shapes(has_gate: bool) -> str:
-    pairs = (
-        LOW_RANK_OF_QWEN if has_gate else LOW_RANK_OF_QWEN.partition("    model.layers.*.self_attn.time_mixer.g1!")[0]
-    )
+    pairs = "".join(LOW_RANK_OF_QWEN[letter] for letter in ("wavg" if has_gate else "wav"))
     norm = with_bias("model.layers.*.self_attn.time_mixer.ln_x") if has_gate else ""
     return (
         EMBEDDING
