@@ -241,6 +241,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen4exp": Architecture("qwen4exp", "Qwen 3.8 Flash Next, text", "qwen4_exp qwen4_exp_text"),
     "refact": Architecture("refact", "Refact 1.6B", "gpt_refact"),
     "rnd1": Architecture("rnd1", "RND1", "rnd1", diffusion=RND1),
+    "rwkv6": Architecture("rwkv6", "RWKV 6", "rwkv6"),
+    "rwkv6qwen2": Architecture("rwkv6", "QRWKV 6", "rwkv6qwen2 RWKV6Qwen2ForCausalLM"),
     "rwkv7": Architecture("rwkv7", "RWKV 7", "rwkv7"),
     "seed_oss": Architecture("seed_oss", "Seed-OSS", "seed_oss"),
     "smallthinker": Architecture("smallthinker", "SmallThinker", "smallthinker"),

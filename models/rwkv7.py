@@ -152,7 +152,7 @@ def shifted(at: Layer, x: Tensor, shares: Weight, row: int, name: str) -> Tensor
 
 
 def low_rank(at: Layer, x: Tensor, letter: str, rank: int, activation: str | None = None) -> Tensor:
-    """Return the product with a pair of matrices, with an activation between them, plus a bias if there is one."""
+    """Return the product with a pair of matrices, with an activation between them, plus an optional bias."""
     w, d = at.weights, at.n_embd
     y = at.linear(x, f"time_mix_{letter}1", rank)
     if activation is not None:

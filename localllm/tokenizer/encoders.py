@@ -279,7 +279,8 @@ class RWKVEncoder:
         self._lengths = {start: sorted(some, reverse=True) for start, some in lengths.items()}
 
     def encode(self, text: str) -> list[int]:
-        data, ids, start = text.encode(), [], 0
+        data, start = text.encode(), 0
+        ids: list[int] = []
         while start < len(data):
             if not len(ids) % _CHECKED:
                 check_cancelled()

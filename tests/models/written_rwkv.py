@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.helpers.checkpoints import parsed
-from tests.models.written import EMBEDDING, MLP, Array, Tensors, Written, head, relu, sigmoid
+from tests.models.written import EMBEDDING, MLP, Array, Tensors, Written, head, relu, sigmoid, silu
 
 
 def before(x: Array) -> Array:
@@ -102,6 +102,66 @@ def arwkv7(w: Tensors, ids: NDArray[np.int64], *, has_gate: bool) -> Array:
     return head(w, x)
 
 
+def states_6(r: Array, w: Array, k: Array, v: Array, bonus: Array | None) -> Array:
+    """Return the results [T, H, dim] of the states [keys, values] of RWKV 6, equation 19 of the paper.
+
+    Without ``bonus``, of gated linear attention, scaled.
+    """
+    out = np.empty_like(r)
+    for h in range(r.shape[1]):
+        state = np.zeros((r.shape[2], r.shape[2]))
+        for t in range(len(r)):
+            added = np.outer(k[t, h], v[t, h])
+            before_token, state = state, np.diag(w[t, h]) @ state + added
+            result = state * r.shape[2] ** -0.5 if bonus is None else before_token + bonus[h][:, None] * added
+            out[t, h] = r[t, h] @ result
+    return out
+
+
+def time_mix_6(at: Tensors, x: Array, n_heads: int, *, is_qwen: bool) -> Array:
+    d, difference = x.shape[-1], before(x) - x
+    names = "q_proj k_proj v_proj gate o_proj" if is_qwen else "receptance key value gate output"
+    low = np.tanh((x + difference * at["time_maa_x"].reshape(d)) @ at["time_maa_w1"]).reshape(len(x), 5, -1)
+    shares = np.einsum("tmr,mrd->mtd", low, at["time_maa_w2"])
+    mixed = {
+        letter: x + difference * (at[f"time_maa_{letter}"].reshape(d) + share)
+        for letter, share in zip("rkvwg" if is_qwen else "wkvrg", shares, strict=True)
+    }
+    r, k, v, g = (at.linear(mixed[letter], name) for letter, name in zip("rkvg", names.split(), strict=False))
+    low = np.tanh(mixed["w"] @ at["time_decay_w1"]) @ at["time_decay_w2"]
+    w = np.exp(-np.exp(at["time_decay"].reshape(d) + low)).reshape(len(x), n_heads, -1)
+    r, k, v = (y.reshape(len(x), -1, d // n_heads) for y in (r, k, v))
+    k, v = (np.repeat(y, n_heads // y.shape[1], axis=1) for y in (k, v))
+    if is_qwen:
+        y = states_6(r, w, k * (1 - w), v, None).reshape(len(x), d) * sigmoid(g)
+    else:
+        y = head_norm(states_6(r, w, k, v, at["time_faaaa"]), at["ln_x"], at["ln_x.bias"]) * silu(g)
+    return at.linear(y, names.split()[-1])
+
+
+def rwkv6(w: Tensors, ids: NDArray[np.int64]) -> Array:
+    def norm(at: Tensors, x: Array, name: str) -> Array:
+        return layer_norm(x, at[name], at[f"{name}.bias"], 1e-5)
+
+    x = norm(w, w["rwkv.embeddings"][ids], "rwkv.blocks.0.pre_ln")
+    for i, at in enumerate(w.layers("rwkv.blocks")):
+        scale = 0.5 ** (i // 2)  # with rescale_every = 2, which changes the effect of epsilons only
+        x = x + scale * time_mix_6(at.at("attention"), norm(at, x, "ln1"), 2, is_qwen=False)
+        y, mlp = norm(at, x, "ln2"), at.at("feed_forward")
+        k, r = (y + (before(y) - y) * mlp[f"time_maa_{letter}"].reshape(-1) for letter in "kr")
+        y = sigmoid(mlp.linear(r, "receptance")) * mlp.linear(relu(mlp.linear(k, "key")) ** 2, "value")
+        x = (x + scale * y) * (0.5 if i % 2 else 1)
+    return w.linear(norm(w, x, "rwkv.ln_out"), "head")
+
+
+def rwkv6qwen2(w: Tensors, ids: NDArray[np.int64]) -> Array:
+    x = w["model.embed_tokens"][ids]
+    for at in w.layers():
+        x = x + time_mix_6(at.at("self_attn"), at.rms(x, "input_layernorm"), 4, is_qwen=True)
+        x = x + at.at("mlp").gated_mlp(at.rms(x, "post_attention_layernorm"))
+    return head(w, x)
+
+
 COMMON = parsed("hidden_size=64 intermediate_size=172 num_hidden_layers=4 vocab_size=300 tie_word_embeddings=False")
 LOW_RANK = "".join(
     f"""
@@ -167,12 +227,66 @@ def arwkv7_shapes(has_gate: bool) -> str:
     )
 
 
+RWKV6 = (
+    with_bias(
+        "rwkv.blocks.0.pre_ln rwkv.ln_out rwkv.blocks.*.ln1 rwkv.blocks.*.ln2 rwkv.blocks.*.attention.ln_x"
+    ).replace(" D", " 128")
+    + "rwkv.embeddings V 128\nhead V 128\n"
+    + rows("", "time_maa_x! time_maa_w! time_maa_k! time_maa_v! time_maa_r! time_maa_g! time_decay!", "1 1 128")
+    + rows("", "time_maa_w1!", "128 160")
+    + rows("", "time_maa_w2!", "5 32 128")
+    + rows("", "time_decay_w1!", "128 64")
+    + rows("", "time_decay_w2!", "64 128")
+    + rows("", "time_faaaa!", "2 64")
+    + rows("", "receptance key value gate output", "128 128")
+).replace("model.layers.*.", "rwkv.blocks.*.attention.") + (
+    rows("", "time_maa_k! time_maa_r!", "1 1 128")
+    + rows("", "key", "F 128")
+    + rows("", "value", "128 F")
+    + rows("", "receptance", "128 128")
+).replace("model.layers.*.", "rwkv.blocks.*.feed_forward.")
+RWKV6_OF_QWEN = (
+    EMBEDDING
+    + MLP
+    + rows("", "input_layernorm post_attention_layernorm", "D")
+    + rows(
+        "self_attn.", "time_maa_x! time_maa_w! time_maa_k! time_maa_v! time_maa_r! time_maa_g! time_decay!", "1 1 D"
+    )
+    + rows("self_attn.", "time_maa_w1!", "D 160")
+    + rows("self_attn.", "time_maa_w2!", "5 32 D")
+    + rows("self_attn.", "time_decay_w1!", "D 64")
+    + rows("self_attn.", "time_decay_w2!", "64 D")
+    + rows("self_attn.", "q_proj gate o_proj", "D D")
+    + rows("self_attn.", "k_proj v_proj", "K D")
+    + rows("self_attn.", "q_proj.bias", "D")
+    + rows("self_attn.", "k_proj.bias v_proj.bias", "K")
+)
+
 ARWKV = COMMON | parsed("""
     model_type=rwkv_hybrid architectures=['RwkvHybridForCausalLM'] head_size=16 rms_norm_eps=1e-5 wkv_version=7
     wkv_layers=full num_attention_heads=4 num_key_value_heads=2 hidden_act=silu head_size_divisor=8 num_wkv_heads=4
     max_position_embeddings=128 use_sliding_window=False
 """)
 WRITTEN_RWKV = {
+    "rwkv6": Written(
+        COMMON
+        | parsed("""
+            model_type=rwkv6 architectures=['Rwkv6ForCausalLM'] hidden_size=128 attention_hidden_size=128 head_size=64
+            head_size_divisor=8 layer_norm_epsilon=1e-5 rescale_every=2 model_version=6_0
+        """),
+        RWKV6,
+        rwkv6,
+    ),
+    "rwkv6qwen2": Written(
+        COMMON
+        | parsed("""
+            model_type=rwkv6qwen2 architectures=['RWKV6Qwen2ForCausalLM'] rms_norm_eps=1e-5 num_attention_heads=4
+            num_key_value_heads=2 hidden_act=silu max_position_embeddings=128 lora_rank_tokenshift=32
+            lora_rank_decay=64
+        """),
+        RWKV6_OF_QWEN,
+        rwkv6qwen2,
+    ),
     "rwkv7": Written(
         COMMON
         | parsed("""
