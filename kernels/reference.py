@@ -549,9 +549,10 @@ class _Run:
             kappa = k * self.arrays[op.key_scale].reshape(n_heads, d)
             kappa = kappa / np.maximum(np.sqrt(np.sum(kappa * kappa, axis=-1, keepdims=True)), np.float32(1e-12))
             rate = sigmoid(self.values[op.rate]).reshape(-1, n_heads, d)
+            removed = kappa * rate
             k = k * (1 + (rate - 1) * self.arrays[op.key_rate].reshape(n_heads, d))
         else:
-            kappa = rate = None
+            kappa = removed = None
             with np.errstate(over="ignore"):
                 decay = np.exp(-np.exp(decay))
             k = k if bonus is not None else k * (1 - decay)
@@ -560,11 +561,10 @@ class _Run:
             for t in range(start, stop):
                 if kappa is None and bonus is not None:
                     out[t] = np.einsum("hkv,hk->hv", state, r[t])
-                known = None if kappa is None else np.einsum("hkv,hk->hv", state, kappa[t])
-                state *= decay[t][..., None]
-                if known is not None:
-                    state -= (kappa[t] * rate[t])[..., None] * known[:, None]
-                state += k[t][..., None] * v[t][:, None]
+                change = k[t][..., None] * v[t][:, None]
+                if kappa is not None and removed is not None:
+                    change = change - removed[t][..., None] * np.einsum("hkv,hk->hv", state, kappa[t])[:, None]
+                state[:] = state * decay[t][..., None] + change
                 if kappa is not None or bonus is None:
                     out[t] = np.einsum("hkv,hk->hv", state, r[t])
         y = out.reshape(len(out), -1)

@@ -39,7 +39,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         for kind, names in (("alpha", _factors("alpha")), ("beta", _factors("beta")))
     }
     if len(set(factors["alpha"])) > 1 or set(factors["beta"]) - {1}:
-        raise ModelError(f"config.json has the factors {factors} of residuals, but GGUF files have one alpha")
+        raise ModelError(f"config.json has the factors {factors} of residuals, but GGUF files contain a single alpha")
     kinds = config.get("attn_type_list")
     is_linear = (
         [kind == "linear_attention" for kind in config.layer_types] if kinds is None else [not k for k in kinds]
@@ -81,7 +81,9 @@ def lightning_attention(at: Layer, x: Tensor, heads: Heads, n_layers: int, resid
 def record(m: Header) -> Graph:
     heads, experts, n_layers = m.heads(), m.required_experts(), m.config.n_layers
     rope, alpha = make_rope(m, heads.key_dim), m.meta.read("residual_scale", float, low=0.0, high=1e6)
-    m.meta.skip("attention.recurrent_layers", "full_attention_interval")  # as the names of tensors say
+    m.meta.skip(
+        "attention.recurrent_layers", "full_attention_interval"
+    )  # the names of tensors show the kinds of layers
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         y = norm(at, "attn_norm", x)

@@ -176,7 +176,8 @@ def time_mix(at: Layer, x: Tensor, sizes: TimeMix, residual: Tensor, *, is_qwen:
         y = at.add(Gated(g, at.add(Scale(y, sizes.head_dim**-0.5)), "sigmoid"))
     else:
         bonus = Reshaped(w.require("time_mix_first.weight", n, sizes.head_dim), (d,))
-        y = add(at, *at.add(WKV(r, k, v, decay, state, bonus=bonus)))
+        y, of_bonus = at.add(WKV(r, k, v, decay, state, bonus=bonus))
+        y = add(at, y, of_bonus)
         y = at.add(Gated(g, head_norm(at, y, sizes.head_dim), "silu"))
     return at.linear(y, "time_mix_output", d, residual=residual)
 

@@ -689,7 +689,8 @@ class CPULowering:
         n_heads, rows, columns = op.state.shape
         vectors = 2 if columns % 32 == 0 else 1
         results = tuple(self.new(Rows.TOKENS, y.width, writes_padding=False) for y in op.result)
-        weights = {name: self.weights.vector(getattr(op, name)) for name in ("key_scale", "key_rate", "bonus")}
+        names = ("key_scale", "key_rate", "bonus")
+        weights: dict[str, Any] = {name: self.weights.vector(getattr(op, name)) for name in names}
         self.call(
             recurrent.wkv, n_heads * columns // (16 * vectors), N_SEQUENCES,
             batch=self.counter(N_SEQUENCES), **self.sequences(op.state), r=self.stored[op.r], k=self.stored[op.k],

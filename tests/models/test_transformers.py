@@ -92,7 +92,7 @@ ON_CUDA_TOO = (
     *("apertus", "bailingmoe3", "bloom", "deepseek-ocr", "deepseek-v3.2", "deepseek-v4", "exaone-moe", "glm-5.3"),
     *("granite-swa", "granite-swa-moe", "hunyuan-vl", "hy-v3", "kimi-linear", "laguna", "lfm3", "maincoder"),
     *("mamba", "mimo2", "minicpm3", "minimax-m3", "mistral4", "muse-glimmer", "nemotron-h-latent", "openelm"),
-    *("qwen4exp", "step35"),
+    *("qwen4exp", "rwkv6", "rwkv6qwen2", "rwkv7", "step35"),
 )
 
 
