@@ -27,7 +27,6 @@ _LAYERS_PER_FULL = 8
 HF_NAMES = {
     "self_attn.qkv_proj": "attn_qkv",
     "self_attn.output_gate": "attn_gate",
-    "self_attn.out_proj": "attn_output",
     "self_attn.norm": "attn_norm_2",
 }
 HF_MEANT = implied("block_size postnorm router_jitter_noise layernorm_alphas") | implied("shared_moe_mode", "sigmoid")

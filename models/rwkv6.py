@@ -36,7 +36,7 @@ from localllm.models.weights import ArrayWeight, Reshaped, split_rows
 #: Order of the mixtures in files, and their order in checkpoints of QRWKV.
 _MIXTURES, _MIXTURES_OF_QWEN = "wkvrg", "rkvwg"
 
-HF_NAMES = {"pre_norm": "token_embd_norm", "rwkv.embeddings": "token_embd", "rwkv.ln_out": "output_norm"}
+HF_NAMES = {"pre_norm": "token_embd_norm"}
 HF_MEANT = (
     implied("attention_hidden_size head_size_divisor lora_rank_decay lora_rank_tokenshift max_position_embeddings")
     | implied("num_attention_heads rope_parameters rope_theta sliding_window max_window_layers model_version")

@@ -35,7 +35,6 @@ _RANKS = {"w": "decay", "a": "iclr", "v": "value_residual_mix", "g": "gate"}
 _PROJECTIONS = {"r": "receptance", "k": "key", "v": "value", "o": "output"}
 _NAMES = {f"{letter}_proj": name for letter, name in _PROJECTIONS.items()} | {"g_norm": "ln", "ln_x": "ln"}
 HF_NAMES = {
-    "model.embeddings": "token_embd",
     "pre_norm": "token_embd_norm",
     "ffn_norm": "attn_norm_2",
     "ffn.x_k": "channel_mix_lerp_k",
