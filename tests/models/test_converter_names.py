@@ -94,6 +94,9 @@ NOT_RELEASED = {
     r"(gemma-embedding|llama-embed|t5encoder) output": "skipped, as encoders have no head",
     r"(mimo2|bailingmoe[23]) blk\.N\.layer_output_norm": "of blocks after the last layer",
     r"nemotron_h(_moe)? deepstack_mapping": "its class is shared with Granite Vision",
+    r"(arwkv7|rwkv6qwen2) token_embd_norm": "of RWKV, whose embedding has a norm",
+    r"rwkv6(qwen2)? blk\.N\.time_mix_lerp_[wkvrg]": "joined in time_mix_lerp_fused, except in files of 2024",
+    r"rwkv6qwen2 blk\.N\.time_mix_(first|ln)": "of RWKV 6",
     r"phi2 blk\.N\.ffn_norm": "attention and MLP have the same norm",
 }
 #: Names in other files of the architecture than the tiny models' files, as the same patterns.
