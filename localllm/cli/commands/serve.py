@@ -319,7 +319,7 @@ def _page_tools(arguments: argparse.Namespace, limits: Limits) -> PageTools | No
         folder = expanded(given).resolve()
         if not folder.is_dir():
             raise UsageError(f"--page-folder {path_text(given)} is not a folder: name a folder")
-        if folders.setdefault(folder.name or str(folder), folder) != folder:
+        if folders.setdefault(path_text(folder.name or folder), folder) != folder:
             raise UsageError(f"--page-folder: two folders have the name {folder.name!r:.80}: leave one out")
     settings = load_settings()
     if not settings.tools and not folders:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,19 @@ def test_long_instructions_are_cut(root: Path, monkeypatch: pytest.MonkeyPatch) 
     project = read_instructions(root / "sub")
     assert list(project.files.values()) == ["éééé", "é"]
     assert "is cut off: the model gets at most 10 bytes" in project.warnings[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are Unicode")
+def test_a_folder_whose_name_is_not_unicode_can_be_stored(root: Path) -> None:
+    folder = root / os.fsdecode(b"pears\xff")
+    folder.mkdir()
+    (folder / "AGENTS.md").write_text("Use tabs.")
+    project = read_instructions(folder)
+    assert "pears\\udcff" in project.system_text.encode().decode()
+    assert "pears\\udcff" in project.summary.encode().decode()
+    (folder / "AGENTS.md").write_bytes(b"\xff")
+    (warning,) = read_instructions(folder).warnings
+    assert "pears\\udcff" in warning
 
 
 @pytest.mark.parametrize("data", [b"\xff\xfe", b"a\0b", b"x" * (2 << 20)])
