@@ -45,6 +45,8 @@ _WRITING = threading.Lock()
 def confined(folder: Path, name: str) -> Path:
     """Return a path with links followed. ``folder`` is resolved. Raises UsageError if the path is outside."""
     path = Path(os.path.normpath(folder / name))
+    if _IS_WINDOWS and path.is_relative_to(folder) and any(map(_is_alias, path.relative_to(folder).parts)):
+        raise UsageError(f"{name!r:.200} is the name of a device or of another file on Windows: give another path")
     try:
         # Resolve only paths that look right: Windows would connect to the server of a path such as \\server\share.
         path = path.resolve() if path.is_relative_to(folder) else path
@@ -52,8 +54,6 @@ def confined(folder: Path, name: str) -> Path:
         raise UsageError(f"{name!r:.200} is not a valid path: give a path relative to the folder") from None
     if not path.is_relative_to(folder):
         raise UsageError(f"{name!r:.200} is outside the folder: give a path in the folder, without ..")
-    if _IS_WINDOWS and any(map(_is_alias, path.relative_to(folder).parts)):
-        raise UsageError(f"{name!r:.200} is the name of a device or of another file on Windows: give another path")
     return path
 
 
