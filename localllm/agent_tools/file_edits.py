@@ -114,6 +114,7 @@ def written(folder: Path, name: str, content: str) -> FileEdit:
     A file keeps its line ends and its byte order mark. Raises UsageError if the existing file is not UTF-8 text.
     """
     path = confined(folder, name)
+    content = content.removeprefix("\ufeff")  # the diff does not show a byte order mark
     if not os.path.lexists(path):
         return _edit(path, name, None, content)
     before = read_confined(folder, name, MAX_EDITED)
@@ -127,6 +128,8 @@ def _edit(path: Path, name: str, before: bytes | None, after: str) -> FileEdit:
     if re.search(r"[\0-\x1f\x7f]", name):  # a line break would continue the first lines of the diff
         raise UsageError(f"{name!r:.200} has a control character: give another name")
     bom = codecs.BOM_UTF8 if before is not None and before.startswith(codecs.BOM_UTF8) else b""
+    if "\0" in after:
+        raise UsageError("the new text has a NUL character, which text files do not have: remove it")
     data = bom + after.encode()
     if data == before:
         raise UsageError(f"{name} has this content already: the new text is the same as the old text")

@@ -142,13 +142,18 @@ def _skills(folder: Path, within: Path | None, warnings: list[str]) -> Iterator[
             names = sorted(entry.name for entry in islice(entries, _MAX_ENTRIES))
     except OSError:  # most projects have no skills
         return
+    used: set[str] = set()
     for name in names:
         path = folder / name
         try:
             path = path.resolve() if within is None else confined(within, str(path))
             if os.path.lexists(path / SKILL_FILE):
                 text = decoded_text(read_confined(path, SKILL_FILE, MAX_SKILL_FILE), SKILL_FILE)
-                yield _skill(path, front_matter(text))
+                skill = _skill(path, front_matter(text))
+                if skill.name in used:
+                    raise UsageError(f"another skill in this folder has the name {skill.name}: rename one")
+                used.add(skill.name)
+                yield skill
         except (OSError, UsageError) as error:
             warnings.append(f"the skill {name!r:.80} is not used: {error}")
 

@@ -138,6 +138,7 @@ def test_what_is_not_text_is_not_edited(folder: Path) -> None:
         ):
             assert output.text.startswith("error: ")
         assert (folder / name).read_bytes() == data
+    assert "NUL character" in called(folder, "write_file", path="new", content="a\0b").text
     assert "not valid Unicode" in called(folder, "write_file", path="new", content="\ud800").text
     assert "larger than 1 MiB" in called(folder, "write_file", path="new", content="é" * (1 << 20)).text
     assert not (folder / "new").exists()
@@ -147,6 +148,8 @@ def test_a_whole_file_is_written_with_its_line_ends(folder: Path) -> None:
     (folder / "a.txt").write_bytes(codecs.BOM_UTF8 + b"a\r\nb\r\n")
     output = called(folder, "write_file", path="a.txt", content="c\nd\n")
     assert (folder / "a.txt").read_bytes() == codecs.BOM_UTF8 + b"c\r\nd\r\n"
+    called(folder, "write_file", path="a.txt", content="\ufeffe\n")
+    assert (folder / "a.txt").read_bytes() == codecs.BOM_UTF8 + b"e\r\n"
     output = called(folder, "write_file", path="deep/er/b.txt", content="c\r\nd")
     assert output.text == "deep/er/b.txt is created"
     assert (folder / "deep" / "er" / "b.txt").read_bytes() == b"c\r\nd"

@@ -168,6 +168,16 @@ def test_a_wrong_skill_is_reported(root: Path, text: str, error: str) -> None:
     assert error in warning
 
 
+def test_the_first_of_two_skills_with_a_name_is_used(root: Path) -> None:
+    skill(root / ".agents" / "skills", "a", front("draw", "first"))
+    skill(root / ".agents" / "skills", "b", front("draw", "second"))
+    project = read_instructions(root)
+    assert project.skills["draw"].description == "first"
+    assert project.warnings == (
+        "the skill 'b' is not used: another skill in this folder has the name draw: rename one",
+    )
+
+
 def test_the_number_of_skills_and_warnings_is_bounded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instructions, "_MAX_SKILLS", 3)
     for i in range(9):
