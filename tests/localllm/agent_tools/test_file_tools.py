@@ -7,6 +7,8 @@ import os
 import random
 import stat
 import subprocess
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from localllm.agent_tools import file_edits, file_tools
+from localllm.agent_tools import file_edits, file_tools, tool
 from localllm.agent_tools.file_edits import apply_edit, diff, edited, undo_edit, written
-from localllm.agent_tools.tool import FileEdit, ToolOutput, call_tool, preview_of
+from localllm.agent_tools.tool import FileEdit, IsStopped, ToolOutput, call_tool, preview_of
 from localllm.errors import UsageError
 
 
@@ -319,6 +321,21 @@ def test_a_stopped_call_changes_nothing(folder: Path) -> None:
     output = call_tool(tools["write_file"], {"path": "a.txt", "content": "x"}, lambda: True)
     assert "stopped before it was run" in output.text
     assert os.listdir(folder) == []
+
+
+def test_the_thread_of_a_call_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def run(arguments: object, is_stopped: IsStopped) -> str:
+        while not is_stopped():
+            time.sleep(0.01)
+        ended.set()
+        return ""
+
+    monkeypatch.setattr(tool, "CALL_SECONDS", 0.1)
+    waiting = tool.stoppable(tool.AgentTool("wait", "Waits.", {}, run))
+    assert "it takes too long" in call_tool(waiting, {}, lambda: False).text
+    assert ended.wait(60)
 
 
 def test_a_failed_write_leaves_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
