@@ -44,6 +44,8 @@ def command_tool(image: str, folder: Path | None) -> AgentTool:
         raise UsageError(f"{image!r:.80} is not the name of a container image: give a name such as python:3.13")
     if folder is not None and re.search(r'[,"\n]', str(folder)):
         raise UsageError(f"the path {folder} has a comma, a quotation mark or a line break: rename the folder")
+    if folder is not None and (folder / ".git").is_symlink():  # its target would be mounted
+        raise UsageError(f"the folder .git in {folder} is a link: choose a folder whose .git is not a link")
     where = f"in the folder {_WORK}, which is the working folder" if folder else "without files of the user"
     description = f"Runs a shell command in a Linux container {where}, without a network, and gives its output."
     parameters = text_parameters("command", command="the command line")

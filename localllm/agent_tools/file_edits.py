@@ -9,10 +9,12 @@ from __future__ import annotations
 import codecs
 import contextlib
 import difflib
+import heapq
 import os
 import re
 import stat
 import sys
+import threading
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,11 +33,20 @@ _MAX_MATCHED = 1000
 _MAX_PLACES, _MAX_SEARCHED, _MAX_LINE = 8, 2000, 200
 #: Maximum characters of a file's text in an error.
 _MAX_SHOWN = 4000
+#: Maximum number of lines that are compared in cubic time.
+_MAX_COMPARED = 20
+#: Names that are devices on Windows, in every folder and with every extension.
+_DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])[ .]*(\..*)?", re.IGNORECASE | re.DOTALL)
+_IS_WINDOWS = sys.platform == "win32"
+#: Held from the check of a file until it is replaced. Edits of several threads thus do not replace each other.
+_WRITING = threading.Lock()
 
 
 def confined(folder: Path, name: str) -> Path:
     """Return a path with links followed. ``folder`` is resolved. Raises UsageError if the path is outside."""
     path = Path(os.path.normpath(folder / name))
+    if _IS_WINDOWS and path.is_relative_to(folder) and any(map(_is_alias, path.relative_to(folder).parts)):
+        raise UsageError(f"{name!r:.200} is the name of a device or of another file on Windows: give another path")
     try:
         # Resolve only paths that look right: Windows would connect to the server of a path such as \\server\share.
         path = path.resolve() if path.is_relative_to(folder) else path
@@ -44,6 +55,11 @@ def confined(folder: Path, name: str) -> Path:
     if not path.is_relative_to(folder):
         raise UsageError(f"{name!r:.200} is outside the folder: give a path in the folder, without ..")
     return path
+
+
+def _is_alias(part: str) -> bool:
+    """Return whether a name is a device on Windows, a stream of a file, or has an end that Windows removes."""
+    return ":" in part or part != part.rstrip(". ") or _DEVICE.fullmatch(part) is not None
 
 
 def read_confined(folder: Path, name: str, max_bytes: int) -> bytes:
@@ -98,6 +114,7 @@ def written(folder: Path, name: str, content: str) -> FileEdit:
     A file keeps its line ends and its byte order mark. Raises UsageError if the existing file is not UTF-8 text.
     """
     path = confined(folder, name)
+    content = content.removeprefix("\ufeff")  # the diff does not show a byte order mark
     if not os.path.lexists(path):
         return _edit(path, name, None, content)
     before = read_confined(folder, name, MAX_EDITED)
@@ -108,11 +125,12 @@ def written(folder: Path, name: str, content: str) -> FileEdit:
 def _edit(path: Path, name: str, before: bytes | None, after: str) -> FileEdit:
     if any(part.lower() == ".git" for part in path.parts):  # hooks and settings are programs that git runs
         raise UsageError(f"{name} belongs to git: files in a folder .git cannot be changed")
+    if re.search(r"[\0-\x1f\x7f]", name):  # a line break would continue the first lines of the diff
+        raise UsageError(f"{name!r:.200} has a control character: give another name")
     bom = codecs.BOM_UTF8 if before is not None and before.startswith(codecs.BOM_UTF8) else b""
-    try:
-        data = bom + after.encode()
-    except UnicodeEncodeError:
-        raise UsageError("the new text has a character that is not valid Unicode: remove it") from None
+    if "\0" in after:
+        raise UsageError("the new text has a NUL character, which text files do not have: remove it")
+    data = bom + after.encode()
     if data == before:
         raise UsageError(f"{name} has this content already: the new text is the same as the old text")
     if len(data) > MAX_EDITED:
@@ -151,10 +169,24 @@ def _missing(name: str, text: str, old: str, new: str) -> str:
     if new and new in text:
         return f"old_text is not in {name}, but new_text is: the file may have this change already"
     candidates = [line.strip()[:_MAX_LINE] for line in lines]
-    near = difflib.get_close_matches(max(stripped, key=len)[:_MAX_LINE], candidates, n=1)
-    if near:
+    if near := _most_similar(max(stripped, key=len)[:_MAX_LINE], candidates):
         return f"old_text is not in {name}. The most similar line is line {candidates.index(near[0]) + 1}: {near[0]}"
     return f"old_text is not in {name}: read the file again, and copy the text exactly"
+
+
+def _most_similar(text: str, lines: Sequence[str]) -> list[str]:
+    """Return the most similar line; empty if no line is similar.
+
+    Comparing takes cubic time, so only the lines with similar characters, starts and ends are compared.
+    """
+    matcher = difflib.SequenceMatcher(None, "", text)
+
+    def likeness(line: str) -> float:
+        matcher.set_seq1(line)
+        n_equal = _n_equal(line, text) + _n_equal(line[::-1], text[::-1])
+        return matcher.quick_ratio() + n_equal / (len(line) + len(text) + 1)
+
+    return difflib.get_close_matches(text, heapq.nlargest(_MAX_COMPARED, lines, key=likeness), n=1)
 
 
 def _ambiguous(name: str, text: str, starts: Sequence[int]) -> str:
@@ -214,24 +246,26 @@ def _marked(mark: str, lines: Sequence[str]) -> list[str]:
 
 def apply_edit(edit: FileEdit) -> None:
     """Write the file of an edit. Raises UsageError if the file has changed since, or cannot be written."""
-    if _content(edit) != edit.before:
-        raise UsageError(f"{edit.name} has changed in the meantime: read it again")
-    _replace(edit, edit.after)
+    with _WRITING:
+        if _content(edit) != edit.before:
+            raise UsageError(f"{edit.name} has changed in the meantime: read it again")
+        _replace(edit, edit.after)
 
 
 def undo_edit(edit: FileEdit) -> None:
     """Restore the content before an edit. Raises UsageError if the file has changed since the edit."""
-    if _content(edit) != edit.after:
-        raise UsageError(
-            f"{edit.name} has changed since the edit, and undo would lose that change: restore it by hand"
-        )
-    if edit.before is not None:
-        _replace(edit, edit.before)
-        return
-    try:
-        edit.path.unlink()
-    except OSError as error:
-        raise UsageError(f"{edit.name} cannot be removed ({error.strerror}): remove it yourself") from None
+    with _WRITING:
+        if _content(edit) != edit.after:
+            raise UsageError(
+                f"{edit.name} has changed since the edit, and undo would lose that change: restore it by hand"
+            )
+        if edit.before is not None:
+            _replace(edit, edit.before)
+            return
+        try:
+            edit.path.unlink()
+        except OSError as error:
+            raise UsageError(f"{edit.name} cannot be removed ({error.strerror}): remove it yourself") from None
 
 
 def _content(edit: FileEdit) -> bytes | None:

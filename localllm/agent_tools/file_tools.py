@@ -25,8 +25,8 @@ from localllm.errors import UsageError
 
 #: Maximum size of a file that is read, and of a file that is searched, in bytes.
 MAX_READ, MAX_SEARCHED = 32 << 20, 1 << 20
-#: Maximum number of entries of a folder, of files that are searched, and of results.
-_MAX_ENTRIES, _MAX_FILES, _MAX_RESULTS = 1000, 20_000, 200
+#: Maximum number of entries of a folder, of files and folders that are searched, of their levels, and of results.
+_MAX_ENTRIES, _MAX_FILES, _MAX_LEVELS, _MAX_RESULTS = 1000, 20_000, 100, 200
 #: Maximum characters of the text of a file, and of a line in the results of a search.
 _MAX_TEXT, _MAX_LINE = 18_000, 200
 #: Folders whose files are not searched.
@@ -99,8 +99,11 @@ def read(folder: Path, arguments: Mapping[str, Any], is_stopped: IsStopped) -> T
 
 
 def _entries(folder: Path) -> str:
-    with os.scandir(folder) as entries:
-        names = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in islice(entries, _MAX_ENTRIES + 1)]
+    with os.scandir(folder) as entries:  # `DirEntry.is_dir` raises OSError for a cycle of links
+        names = [
+            f"{entry.name}/" if os.path.isdir(entry.path) else entry.name
+            for entry in islice(entries, _MAX_ENTRIES + 1)
+        ]
     more = f"\n(more than {_MAX_ENTRIES} entries)" if len(names) > _MAX_ENTRIES else ""
     return "\n".join(sorted(names[:_MAX_ENTRIES])) + more
 
@@ -145,12 +148,13 @@ def _names(folder: Path, pattern: str) -> Iterator[str]:
     """Yield the paths of files that match, relative to ``folder``. Links are omitted."""
     n_files = 0
     for at, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in _SKIPPED)
         start = Path(at).relative_to(folder)
+        is_deep = len(start.parts) >= _MAX_LEVELS  # `os.walk` is recursive before Python 3.12
+        folders[:] = [] if is_deep else sorted(name for name in folders if name not in _SKIPPED)
+        n_files += len(folders) + len(files)
+        if n_files > _MAX_FILES:
+            raise UsageError(f"the folder has more than {_MAX_FILES:,} files: choose a smaller folder")
         for name in sorted(files):
-            n_files += 1
-            if n_files > _MAX_FILES:
-                raise UsageError(f"the folder has more than {_MAX_FILES:,} files: choose a smaller folder")
             relative = (start / name).as_posix()
             is_match = fnmatchcase(name, pattern) or fnmatchcase(relative, pattern.removeprefix("./"))
             if is_match and not os.path.islink(os.path.join(at, name)):

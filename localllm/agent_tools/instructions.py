@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from localllm.agent_tools.file_edits import confined, decoded_text, read_confined
-from localllm.agent_tools.tool import AgentTool, IsStopped, stoppable, text_argument, text_parameters
-from localllm.errors import UsageError
+from localllm.agent_tools.tool import AgentTool, IsStopped, stoppable, storable, text_argument, text_parameters
+from localllm.errors import UsageError, path_text
 
 #: File names.
 AGENTS_FILE, SKILL_FILE = "AGENTS.md", "SKILL.md"
@@ -53,7 +53,7 @@ class ProjectInstructions:
     @property
     def system_text(self) -> str:
         """The text for the system message; empty without instructions and skills."""
-        parts = [f"Instructions from {path}:\n\n{text.strip()}" for path, text in self.files.items()]
+        parts = [f"Instructions from {path_text(path)}:\n\n{text.strip()}" for path, text in self.files.items()]
         if self.skills:
             listed = [f"- {skill.name}: {skill.description}" for skill in self.skills.values()]
             parts.append("\n".join(["Skills. If a task matches one, call read_skill before you start:", *listed]))
@@ -62,7 +62,7 @@ class ProjectInstructions:
     @property
     def summary(self) -> str:
         """A sentence for the user about the files that the model gets; empty without files."""
-        parts = [f"{path} ({len(text):,} characters)" for path, text in self.files.items()]
+        parts = [f"{path_text(path)} ({len(text):,} characters)" for path, text in self.files.items()]
         if self.skills:
             parts.append(f"{len(self.skills)} skill{'s' * (len(self.skills) > 1)} ({', '.join(self.skills)})")
         return f"the system message contains {', '.join(parts)}" if parts else ""
@@ -100,7 +100,9 @@ def read_instructions(folder: Path | None, skills_folder: Path | None = None) ->
         skills = {skill.name: skill for skill in _skills(skills_folder, None, warnings)} | skills
     if len(skills) > _MAX_SKILLS:
         warnings.append(f"there are {len(skills)} skills: only the first {_MAX_SKILLS} are used")
-    return ProjectInstructions(files, dict(islice(skills.items(), _MAX_SKILLS)), tuple(warnings[:_MAX_WARNINGS]))
+    return ProjectInstructions(
+        files, dict(islice(skills.items(), _MAX_SKILLS)), tuple(map(storable, warnings[:_MAX_WARNINGS]))
+    )
 
 
 # -- AGENTS.md -------------------------------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def _agents_files(folder: Path, warnings: list[str]) -> dict[Path, str]:
         if not os.path.lexists(file):
             continue
         try:
-            text = decoded_text(read_confined(parents[root], str(file), 1 << 20), str(file))
+            text = decoded_text(read_confined(parents[root], str(file), 1 << 20), path_text(file))
         except UsageError as error:
             warnings.append(f"{AGENTS_FILE} is not used: {error}")
             continue
@@ -140,13 +142,18 @@ def _skills(folder: Path, within: Path | None, warnings: list[str]) -> Iterator[
             names = sorted(entry.name for entry in islice(entries, _MAX_ENTRIES))
     except OSError:  # most projects have no skills
         return
+    used: set[str] = set()
     for name in names:
         path = folder / name
         try:
             path = path.resolve() if within is None else confined(within, str(path))
             if os.path.lexists(path / SKILL_FILE):
                 text = decoded_text(read_confined(path, SKILL_FILE, MAX_SKILL_FILE), SKILL_FILE)
-                yield _skill(path, front_matter(text))
+                skill = _skill(path, front_matter(text))
+                if skill.name in used:
+                    raise UsageError(f"another skill in this folder has the name {skill.name}: rename one")
+                used.add(skill.name)
+                yield skill
         except (OSError, UsageError) as error:
             warnings.append(f"the skill {name!r:.80} is not used: {error}")
 

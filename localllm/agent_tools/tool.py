@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,7 +84,9 @@ class AgentTool:
 
 
 def call_tool(tool: AgentTool, arguments: Mapping[str, Any], is_stopped: IsStopped) -> ToolOutput:
-    """Run a call. The output's text is cut to `MAX_RESULT` characters, and an error message if the call fails."""
+    """Run a call, unless it was stopped. The output's text is cut to `MAX_RESULT` characters; errors become text."""
+    if is_stopped():  # for example while MCP servers started: the user no longer expects an effect
+        return ToolOutput("error: stopped before it was run")
     try:
         output = tool.run(arguments, is_stopped)
     except Exception as error:  # the model gets every error of a tool as text
@@ -115,9 +118,12 @@ def stoppable(tool: AgentTool) -> AgentTool:
     """Return a tool that runs in a thread, because name lookups and reading damaged PDF files cannot be cancelled."""
 
     def run(arguments: Mapping[str, Any], is_stopped: IsStopped) -> ToolOutput | str:
-        output: ToolOutput | str = wait_for(
-            in_thread(partial(tool.run, arguments, is_stopped)), CALL_SECONDS, is_stopped
-        )
+        is_over = threading.Event()  # the thread also ends after the time limit
+        work = partial(tool.run, arguments, lambda: is_over.is_set() or is_stopped())
+        try:
+            output: ToolOutput | str = wait_for(in_thread(work), CALL_SECONDS, is_stopped)
+        finally:
+            is_over.set()
         return output
 
     return replace(tool, run=run)
@@ -133,8 +139,13 @@ def text_parameters(*required: str, **descriptions: str) -> dict[str, Any]:
 
 
 def text_argument(arguments: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    """Return an argument that must be a string. Raises UsageError if it is missing and has no default."""
+    """Return an argument that must be a string of valid Unicode.
+
+    Raises UsageError if it is missing and has no default, or has lone surrogates, which cannot be stored or sent.
+    """
     value = arguments.get(name, default)
     if not isinstance(value, str):
         raise UsageError(f"{name} is {'missing' if value is None else 'not a string'}: give {name} as a string")
+    if storable(value) != value:
+        raise UsageError(f"{name} has a character that is not valid Unicode: remove it")
     return value

@@ -35,7 +35,7 @@ from localllm.agent_tools.web_tools import fetch_tool, search_tool
 from localllm.errors import SettingsError, StoreError, UsageError
 from localllm.files import private_opener
 from localllm.regular_file import read_regular
-from localllm.shell import split_command
+from localllm.shell import join_command, split_command
 from localllm.web import is_web
 
 #: The user's answer to a tool call. "chat" and "always" allow later calls of the tool, in this chat or everywhere.
@@ -115,9 +115,11 @@ class Toolbox:
                 if not is_stopped():
                     self._failed[name] = f"the MCP server {name!r}: {error}"
             else:
+                scope = server_settings.url or join_command(server_settings.command)
                 for called, description, parameters in server.tools:
                     plain = re.sub(r"[^A-Za-z0-9_-]", "_", called)[:40]
-                    tools.append(AgentTool(f"{name}__{plain}", description, parameters, partial(server.call, called)))
+                    run = partial(server.call, called)
+                    tools.append(AgentTool(f"{name}__{plain}", description, parameters, run, scope=scope))
         return {tool.name: tool for tool in tools}
 
     def _built_in(self, folder: Path | None) -> list[AgentTool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import codecs
 from collections.abc import Mapping, Sequence
 from functools import partial
 from html.parser import HTMLParser
@@ -12,12 +12,14 @@ from urllib.parse import urlencode, urlsplit
 from localllm.agent_tools.tool import AgentTool, IsStopped, stoppable, text_argument, text_parameters
 from localllm.errors import UsageError
 from localllm.nesting import parse_json
-from localllm.web import fetch, is_web
+from localllm.web import Page, fetch, is_web
 
 #: Maximum size of a page in bytes.
 _MAX_BYTES = 1 << 20
 #: Maximum number of search results, and maximum characters of a result's title and of its text.
 _MAX_RESULTS, _MAX_TITLE, _MAX_SNIPPET = 10, 200, 500
+#: Python's codecs that are not charsets of pages. Decoding Punycode takes quadratic time.
+_NO_CHARSETS = frozenset(("idna", "punycode", "raw-unicode-escape", "unicode-escape"))
 
 
 def fetch_tool(private_hosts: Sequence[str] = ()) -> AgentTool:
@@ -62,12 +64,22 @@ class _PageText(HTMLParser):
 
 def _fetch(private_hosts: Sequence[str], arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
     page = fetch(text_argument(arguments, "url"), _MAX_BYTES, private_hosts=private_hosts, is_stopped=is_stopped)
-    text = page.data.decode(page.charset, "replace")
+    text = _decoded(page)
     if page.content_type != "text/html":
         return text
     parser = _PageText()
     parser.feed(text)
-    return re.sub(r"\s*\n\s*", "\n", "".join(parser.parts)).strip()
+    # A regular expression for white space around line breaks would take quadratic time.
+    return "\n".join(filter(None, map(str.strip, "".join(parser.parts).split("\n"))))
+
+
+def _decoded(page: Page) -> str:
+    """Return the text of a page. The charset is UTF-8 if the header names none, or a codec that pages do not use."""
+    try:
+        name = codecs.lookup(page.charset).name
+        return page.data.decode("utf-8" if name in _NO_CHARSETS else name, "replace")
+    except (LookupError, ValueError):  # unknown, not for text, or a codec without the error handler
+        return page.data.decode("utf-8", "replace")
 
 
 def _search(address: str, arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:

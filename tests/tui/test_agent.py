@@ -259,13 +259,13 @@ def test_reasoning_is_limited_by_tokens_and_effort() -> None:
 
 
 async def test_in_the_app_the_diff_is_shown_before_the_answer(folder: Path) -> None:
-    model = AppModel([edit("plums", "f\x1b[2Jigs"), "finished"], context=10_000)
+    model = AppModel([edit("plums", "f\x1b[2J\u200bigs"), "finished"], context=10_000)
     built = setup(model, conversation=Conversation(settings={"folder": str(folder)}))
     async with chatting(built, (100, 40)) as chat:
         await chat.say("edit")
         await chat.sees("May the model use edit_file")
         await chat.sees("-plums")
-        await chat.sees("+f␛[2Jigs")
+        await chat.sees("+f\\x1b[2J\\u200bigs")
         await chat.press("f3")
         await chat.sees("from now on in this chat")
         assert "@@ -1,2 +1,2 @@" in chat.screen

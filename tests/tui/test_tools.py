@@ -241,6 +241,15 @@ def test_a_command_runs_in_a_container_without_a_network(podman: Path, folder: P
     assert "--mount" not in str(alone.run)
 
 
+@pytest.mark.posix("links need rights")
+def test_the_target_of_a_git_link_is_not_mounted(podman: Path, folder: Path, tmp_path: Path) -> None:
+    (folder / ".git").symlink_to(tmp_path)
+    toolbox = Toolbox({"run": "debian:13"})
+    assert "run_command" not in toolbox.tools(folder=folder)
+    (warning,) = toolbox.take_warnings()
+    assert "is a link: choose a folder" in warning
+
+
 def test_without_containers_commands_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     session, _ = asking("ok", run="debian:13")
@@ -427,6 +436,16 @@ def test_the_tools_of_an_mcp_server_are_called(numbers: dict[str, object]) -> No
     assert result_of(tool, {"seconds": 50}, is_stopped.is_set) == "error: stopped"
     assert "error" in result_of(toolbox.tools()["numbers__add"], {"a": "x"}, lambda: False)
     assert call_tool(toolbox.tools()["numbers__dot"], {}, lambda: False) == ToolOutput("[image]", (b"pixels",))
+    toolbox.close()
+
+
+def test_a_permission_is_for_one_command_of_a_server() -> None:
+    pytest.importorskip("mcp")
+    toolbox = Toolbox({"servers": {"numbers": {"command": [sys.executable, str(SERVER)]}}})
+    toolbox.allow(toolbox.tools()["numbers__add"])
+    assert toolbox.is_allowed(toolbox.tools()["numbers__add"])
+    toolbox.settings.servers["numbers"].command.insert(1, "-u")
+    assert not toolbox.is_allowed(toolbox.tools()["numbers__add"])
     toolbox.close()
 
 

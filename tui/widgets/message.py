@@ -17,7 +17,7 @@ from textual.widgets import Collapsible, Static
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import CallRecord, ChatMessage
 from localllm.tui.chat.events import ThinkingClock
-from localllm.tui.text import escape_controls, shortened
+from localllm.tui.text import escape_controls, shortened, spelled_out
 from localllm.tui.widgets.image import half_blocks
 from localllm.tui.widgets.reply import ReplyView, block_end
 
@@ -304,14 +304,17 @@ class MessageView(Vertical, can_focus=True):
 
 
 def _call(call: CallRecord) -> Collapsible:
-    """Return the section of a call. The diff of an edit is unfolded."""
+    """Return the section of a call. The diff of an edit is unfolded.
+
+    Invisible characters of the diff and of the arguments are spelled out, because the user decides by this text.
+    """
     size = "…" if call.result is None else f"{len(call.result):,} characters"
     if call.change:
         text = Content("\n").join(
             [*map(_diff_line, _beginning(call.change).split("\n")), Content(_shown(call.result))]
         )
     else:
-        text = Content(f"{_shown(call.arguments)}\n\n{_shown(call.result)}")
+        text = Content(f"{_spelled(_beginning(call.arguments))}\n\n{_shown(call.result)}")
     title = escape_controls(f"{call.name} {shortened(call.subject, _MAX_OF_A_CALL)} · {size}")
     is_folded = not call.change
     return Collapsible(Static(text, classes="thought"), title=title.replace("[", "\\["), collapsed=is_folded)
@@ -319,7 +322,11 @@ def _call(call: CallRecord) -> Collapsible:
 
 def _diff_line(line: str) -> Content:
     colours = {"+": "$text-success", "-": "$text-error", "@": "$text-accent"}
-    return Content.styled(escape_controls(line), colours.get(line[:1], ""))
+    return Content.styled(_spelled(line), colours.get(line[:1], ""))
+
+
+def _spelled(text: str) -> str:
+    return "\t".join(map(spelled_out, text.split("\t")))
 
 
 def _shown(text: str | None) -> str:

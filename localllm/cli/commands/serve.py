@@ -34,7 +34,7 @@ from localllm.console import say, warn
 from localllm.errors import LocalLLMError, UsageError, path_text
 from localllm.files import expanded, private_folder, read_text
 from localllm.options.declared import CheckedOptions, LoadOptions
-from localllm.options.settings import Settings, load_settings, skills_folder
+from localllm.options.settings import Settings, load_settings, settings_path, skills_folder
 
 if TYPE_CHECKING:
     from localllm.inspection.steering import Steering
@@ -53,6 +53,8 @@ _SWITCH_S = 0.0005
 
 #: Addresses that only this machine can reach.
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+#: Name of the file, next to the settings file, with the key of the page's tools.
+_PAGE_KEY = "page-key"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -319,7 +321,7 @@ def _page_tools(arguments: argparse.Namespace, limits: Limits) -> PageTools | No
         folder = expanded(given).resolve()
         if not folder.is_dir():
             raise UsageError(f"--page-folder {path_text(given)} is not a folder: name a folder")
-        if folders.setdefault(folder.name or str(folder), folder) != folder:
+        if folders.setdefault(path_text(folder.name or folder), folder) != folder:
             raise UsageError(f"--page-folder: two folders have the name {folder.name!r:.80}: leave one out")
     settings = load_settings()
     if not settings.tools and not folders:
@@ -327,7 +329,7 @@ def _page_tools(arguments: argparse.Namespace, limits: Limits) -> PageTools | No
             "--page-tools needs tools: add the table [tools] to the settings file, or name a folder with "
             "--page-folder DIR"
         )
-    key = None if limits.keys is not None else stored_key("page-key", "use a key file (--keys)")
+    key = None if limits.keys is not None else stored_key(_PAGE_KEY, "use a key file (--keys)")
     return PageTools(Toolbox(settings.tools, skills=skills_folder()), folders, key)
 
 
@@ -384,7 +386,7 @@ def _listen(
         server = Server(app, grace_s=arguments.grace, tls=tls, trusted_proxies=arguments.trusted_proxies)
         url = _url(arguments, listening[0])
         key = None if app.page_tools is None else app.page_tools.key
-        page_url = None if key is None else f"{_local_url(arguments, listening)}/#tools={key}"
+        page_url = None if key is None else f"{_local_url(arguments, listening)}/#tools={_shown_key(arguments, key)}"
         say(f"listening on {url} (Ctrl-C stops the server)")
         if arguments.lan and limits.api_keys and arguments.log_format is None:  # the invitation contains the key
             say(invitation(url, limits.api_keys[0]))
@@ -421,6 +423,14 @@ def _url(arguments: argparse.Namespace, listening: socket.socket) -> str:
     host = (lan_address() or host) if host == "0.0.0.0" else host  # the address that other devices can use
     scheme, port = "http" if arguments.ssl_key is None else "https", listening.getsockname()[1]
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{arguments.prefix}"
+
+
+def _shown_key(arguments: argparse.Namespace, key: str) -> str:
+    """Return the key of the page for the terminal. In a log, which other people may read, only its place is shown."""
+    path = settings_path()
+    if arguments.log_format is None or path is None:
+        return key
+    return f"KEY, with the KEY in {path_text(path.parent / _PAGE_KEY)}"
 
 
 def _local_url(arguments: argparse.Namespace, listening: Sequence[socket.socket]) -> str:

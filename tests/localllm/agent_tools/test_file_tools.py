@@ -7,15 +7,18 @@ import os
 import random
 import stat
 import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from localllm.agent_tools import file_edits, file_tools
+from localllm.agent_tools import file_edits, file_tools, tool
 from localllm.agent_tools.file_edits import apply_edit, diff, edited, undo_edit, written
-from localllm.agent_tools.tool import FileEdit, ToolOutput, call_tool, preview_of
+from localllm.agent_tools.tool import FileEdit, IsStopped, ToolOutput, call_tool, preview_of
 from localllm.errors import UsageError
 
 
@@ -95,6 +98,16 @@ def test_a_missing_or_ambiguous_text_is_explained(folder: Path, old: str, error:
     assert (folder / "a.py").read_text() == content
 
 
+def test_a_similar_line_among_thousands_is_found_quickly(folder: Path) -> None:
+    """Comparing all of these lines exactly takes minutes."""
+    choose = random.Random(1)
+    lines = ["".join(choose.choices("ab", k=199)) for _ in range(2000)]
+    (folder / "a.txt").write_text("\n".join(lines))
+    old = lines[1234][:100] + "c" + lines[1234][101:]
+    output = called(folder, "edit_file", path="a.txt", old_text=old, new_text="new")
+    assert "The most similar line is line 1235: " in output.text
+
+
 def test_an_edit_that_is_there_already_is_reported(folder: Path) -> None:
     (folder / "b.py").write_bytes(b"x\r\ny")
     for output in (
@@ -127,6 +140,7 @@ def test_what_is_not_text_is_not_edited(folder: Path) -> None:
         ):
             assert output.text.startswith("error: ")
         assert (folder / name).read_bytes() == data
+    assert "NUL character" in called(folder, "write_file", path="new", content="a\0b").text
     assert "not valid Unicode" in called(folder, "write_file", path="new", content="\ud800").text
     assert "larger than 1 MiB" in called(folder, "write_file", path="new", content="é" * (1 << 20)).text
     assert not (folder / "new").exists()
@@ -136,6 +150,8 @@ def test_a_whole_file_is_written_with_its_line_ends(folder: Path) -> None:
     (folder / "a.txt").write_bytes(codecs.BOM_UTF8 + b"a\r\nb\r\n")
     output = called(folder, "write_file", path="a.txt", content="c\nd\n")
     assert (folder / "a.txt").read_bytes() == codecs.BOM_UTF8 + b"c\r\nd\r\n"
+    called(folder, "write_file", path="a.txt", content="\ufeffe\n")
+    assert (folder / "a.txt").read_bytes() == codecs.BOM_UTF8 + b"e\r\n"
     output = called(folder, "write_file", path="deep/er/b.txt", content="c\r\nd")
     assert output.text == "deep/er/b.txt is created"
     assert (folder / "deep" / "er" / "b.txt").read_bytes() == b"c\r\nd"
@@ -177,6 +193,31 @@ def test_paths_of_other_machines_are_not_looked_up(folder: Path, monkeypatch: py
     for name in ("//server/share/a.txt", "../a", "/etc/passwd"):
         with pytest.raises(UsageError, match="is outside the folder"):
             file_edits.confined(folder, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["CON", "nul.txt", "sub/com1", "LPT².a.b", "a.txt:stream", ".git./config", "a ", ".git::$INDEX_ALLOCATION"],
+)
+def test_names_that_windows_reads_differently_are_refused(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_edits, "_IS_WINDOWS", True)
+    for output in (called(folder, "read_file", path=name), called(folder, "write_file", path=name, content="x")):
+        assert output.text.startswith("error: ")
+    assert os.listdir(folder) == []
+    for good in ("console.txt", "com", "lpt10", ".gitignore", "a b.txt"):
+        assert called(folder, "write_file", path=good, content="x").text == f"{good} is created"
+
+
+def test_names_with_line_breaks_or_surrogates_are_refused(folder: Path) -> None:
+    for name in ("a\n+++ b", "a\x1b[2J", "\udcff.txt", "\ud800"):
+        for output in (
+            called(folder, "write_file", path=name, content="x"),
+            called(folder, "edit_file", path=name, old_text="a", new_text="x"),
+        ):
+            assert output.text.startswith("error: ")
+    assert os.listdir(folder) == []
 
 
 @pytest.mark.posix("has no pipes")
@@ -264,6 +305,39 @@ def test_an_edit_is_not_applied_to_a_changed_file(folder: Path) -> None:
     assert (folder / "a.txt").read_text() == "1 and more"
 
 
+def test_edits_at_the_same_time_do_not_replace_each_other(folder: Path) -> None:
+    (folder / "a.txt").write_text("".join(f"line {i}.\n" for i in range(20)))
+    with ThreadPoolExecutor(20) as threads:
+        edits = [
+            threads.submit(called, folder, "edit_file", path="a.txt", old_text=f"line {i}.", new_text=f"new {i}.")
+            for i in range(20)
+        ]
+    n_changed = sum(future.result().edit is not None for future in edits)
+    assert n_changed == (folder / "a.txt").read_text().count("new") > 0
+
+
+def test_a_stopped_call_changes_nothing(folder: Path) -> None:
+    tools = {tool.name: tool for tool in file_tools.file_tools(folder, is_writable=True)}
+    output = call_tool(tools["write_file"], {"path": "a.txt", "content": "x"}, lambda: True)
+    assert "stopped before it was run" in output.text
+    assert os.listdir(folder) == []
+
+
+def test_the_thread_of_a_call_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def run(arguments: object, is_stopped: IsStopped) -> str:
+        while not is_stopped():
+            time.sleep(0.01)
+        ended.set()
+        return ""
+
+    monkeypatch.setattr(tool, "CALL_SECONDS", 0.1)
+    waiting = tool.stoppable(tool.AgentTool("wait", "Waits.", {}, run))
+    assert "it takes too long" in call_tool(waiting, {}, lambda: False).text
+    assert ended.wait(60)
+
+
 def test_a_failed_write_leaves_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "a.txt").write_text("1")
 
@@ -346,6 +420,22 @@ def test_folders_and_images_are_read(folder: Path) -> None:
     (folder / "cat.PNG").write_bytes(b"pixels")
     assert called(folder, "read_file", path=".").text == "cat.PNG\nsub/"
     assert called(folder, "read_file", path="cat.PNG") == ToolOutput("the image cat.PNG", (b"pixels",))
+
+
+@pytest.mark.posix("links need rights")
+def test_a_cycle_of_links_is_listed(folder: Path) -> None:
+    (folder / "cycle").symlink_to("cycle")
+    assert called(folder, "read_file", path=".").text == "cycle"
+
+
+def test_deep_folders_are_searched_to_a_level(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_tools, "_MAX_LEVELS", 3)
+    deep = folder / "1" / "2" / "3" / "4"
+    deep.mkdir(parents=True)
+    for path in (folder, *deep.relative_to(folder).parents, deep):
+        (folder / path / "a.txt").write_text("pears")
+    names = [f"{path}a.txt:1: pears" for path in ("", "1/", "1/2/", "1/2/3/")]
+    assert called(folder, "search_files", text="pears").text.split("\n") == names
 
 
 def test_a_pdf_file_without_text_is_an_error(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,19 @@ def test_long_instructions_are_cut(root: Path, monkeypatch: pytest.MonkeyPatch) 
     project = read_instructions(root / "sub")
     assert list(project.files.values()) == ["éééé", "é"]
     assert "is cut off: the model gets at most 10 bytes" in project.warnings[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are Unicode")
+def test_a_folder_whose_name_is_not_unicode_can_be_stored(root: Path) -> None:
+    folder = root / os.fsdecode(b"pears\xff")
+    folder.mkdir()
+    (folder / "AGENTS.md").write_text("Use tabs.")
+    project = read_instructions(folder)
+    assert "pears\\udcff" in project.system_text.encode().decode()
+    assert "pears\\udcff" in project.summary.encode().decode()
+    (folder / "AGENTS.md").write_bytes(b"\xff")
+    (warning,) = read_instructions(folder).warnings
+    assert "pears\\udcff" in warning
 
 
 @pytest.mark.parametrize("data", [b"\xff\xfe", b"a\0b", b"x" * (2 << 20)])
@@ -152,6 +166,16 @@ def test_a_wrong_skill_is_reported(root: Path, text: str, error: str) -> None:
     (warning,) = project.warnings
     assert warning.startswith("the skill 'bad' is not used: ")
     assert error in warning
+
+
+def test_the_first_of_two_skills_with_a_name_is_used(root: Path) -> None:
+    skill(root / ".agents" / "skills", "a", front("draw", "first"))
+    skill(root / ".agents" / "skills", "b", front("draw", "second"))
+    project = read_instructions(root)
+    assert project.skills["draw"].description == "first"
+    assert project.warnings == (
+        "the skill 'b' is not used: another skill in this folder has the name draw: rename one",
+    )
 
 
 def test_the_number_of_skills_and_warnings_is_bounded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from localllm.agent_tools import web_tools
 from localllm.agent_tools.tool import call_tool
 from localllm.agent_tools.web_tools import fetch_tool, search_tool
 from localllm.errors import UsageError
+from localllm.web import Page
 
 RESULTS = [{"title": f"T{i}", "url": f"http://example.org/{i}", "content": "c" * 2000} for i in range(30)]
 
@@ -80,6 +82,25 @@ def test_private_hosts_are_fetched_only_if_allowed(address: str) -> None:
     assert fetched(("127.0.0.1",), "/a") == "the page /a"
     assert fetched(("127.0.0.1",), "/away") == "error: localhost is not a public host on the Internet"
     assert fetched(("127.0.0.1", "LOCALHOST"), "/away") == "the page /page"
+
+
+@pytest.mark.parametrize(
+    ("data", "charset", "text"),
+    [
+        (b"<p> a \n\r\n  b </p>\n\n", "utf-8", "a\nb"),
+        (b"a" + b" " * 1_000_000 + b"b", "utf-8", "a" + " " * 1_000_000 + "b"),  # in linear time
+        (b"caf\xe9", "latin-1", "café"),
+        (b"-" + b"a" * 1_000_000, "punycode", "-" + "a" * 1_000_000),
+        (b"\\x41", "unicode-escape", "\\x41"),
+        (b"pears", "zlib", "pears"),
+        (b"pears", "no such charset", "pears"),
+    ],
+)
+def test_the_text_of_any_page_is_found_quickly(
+    data: bytes, charset: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_tools, "fetch", lambda *_, **__: Page(data, "text/html", charset))
+    assert web_tools._fetch((), {"url": "http://example.org"}, lambda: False) == text
 
 
 def test_a_search_is_not_redirected_to_another_host(address: str) -> None:

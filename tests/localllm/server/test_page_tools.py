@@ -17,7 +17,7 @@ from localllm.agent_tools.tool import AgentTool, ToolOutput, text_parameters
 from localllm.agent_tools.toolbox import Toolbox
 from localllm.server.http import HTTPError, Limits
 from localllm.server.keys import KeyFile
-from localllm.server.page_tools import PageTools
+from localllm.server.page_tools import PageTools, ToolCallRequest
 from tests.helpers.http_server import Serving, demo, serving
 from tests.localllm.server.test_keys import key_file, section
 
@@ -236,4 +236,21 @@ def test_images_of_a_result_are_bounded() -> None:
     toolbox = _Slow()
     tools = PageTools(toolbox, {}, KEY)
     body: Any = SimpleNamespace(name="slow", mark=toolbox.tools()["slow"].mark, arguments="{}", folder="", digest="")
-    assert len(tools.call(body, lambda: True)["images"]) == 1
+    polls = iter([False])  # stopped after the start
+    assert len(tools.call(body, lambda: next(polls, True))["images"]) == 1
+
+
+def test_a_call_that_was_stopped_before_its_start_changes_nothing(tools: PageTools, folder: Path) -> None:
+    arguments = '{"path": "new.txt", "content": "x"}'
+    marks = {tool["name"]: tool["mark"] for tool in tools.described("notes", lambda: False)["tools"]}
+    request = ToolCallRequest("write_file", marks["write_file"], arguments, "notes")
+    request.digest = tools.preview(request, lambda: False)["digest"]
+    assert "stopped" in tools.call(request, lambda: True)["text"]
+    assert not (folder / "new.txt").exists()
+    assert tools.call(request, lambda: False)["text"] == "new.txt is created"
+
+
+def test_names_that_are_not_unicode_are_typed_errors(server: Serving) -> None:
+    arguments = r'{"path": "\udcff", "old_text": "a", "new_text": "b"}'
+    answer = call(server, "edit_file", arguments, "preview")
+    assert (answer.status_code, "not valid Unicode" in answer.text) == (400, True)

@@ -114,6 +114,11 @@ def test_the_page_has_tools_with_the_key_that_is_printed(tmp_path: Path) -> None
             assert {"fetch_page", "edit_file"} <= {tool["name"] for tool in answer["tools"]}
             assert httpx.get(f"{address}page/tools", headers={"Authorization": "Bearer k"}).status_code == 403
     assert len(keys) == 1
+    with started(*flags, "--log-format", "text", LOCALLLM_CONFIG=tmp_path / "config.toml") as (process, _):
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert "/#tools=KEY, with the KEY in " in line
+        assert (tmp_path / "page-key").read_text() not in line
     if sys.platform != "win32":
         assert (tmp_path / "page-key").stat().st_mode & 0o777 == 0o600
 
