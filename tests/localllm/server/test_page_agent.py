@@ -224,6 +224,7 @@ def test_an_edit_shows_its_diff_and_can_be_undone(page: Any, folder: Path) -> No
     assert (folder / "a.txt").read_text() == "pears\n"
     page.locator(".call summary", has_text="Tool edit_file a.txt").click()
     page.locator(".call", has_text="(the user has undone this edit)").wait_for()
+    assert "\n-pears\n+figs\n" in exported(page, "markdown")
 
 
 def test_a_file_that_changed_after_the_diff_is_not_edited(page: Any, folder: Path) -> None:
