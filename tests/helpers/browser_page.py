@@ -62,11 +62,16 @@ def imported(page: Any, text: str) -> None:
 
 
 def check_with_axe(page: Any, where: str) -> None:
-    """Check the accessibility of the page, if axe is installed, and that it does not scroll sideways."""
+    """Check the accessibility of the page, if axe is installed, and that the page does not scroll sideways.
+
+    All rules are checked with light colours, and the contrast also with dark colours.
+    """
     assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), where
     if find_spec("axe_playwright_python") is None:
         return
     if not page.evaluate("() => 'axe' in window"):
         page.evaluate((resources.files("axe_playwright_python") / "axe.min.js").read_text("utf-8"))
-    found = page.evaluate("async () => (await axe.run()).violations")
-    assert [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found] == [], where
+    for scheme, options in (("dark", {"runOnly": ["color-contrast"]}), ("light", {})):
+        page.emulate_media(color_scheme=scheme)
+        violations = page.evaluate("async options => (await axe.run(options)).violations", options)
+        assert [(rule["id"], [node["html"][:200] for node in rule["nodes"]]) for rule in violations] == [], where

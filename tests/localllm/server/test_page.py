@@ -916,11 +916,10 @@ def test_models_are_unloaded(page: Any, actor: Serving) -> None:
 # -- Looks, keys and accessibility -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
-def test_axe_finds_nothing(open_page: Open, actor: Serving, scheme: str, width: int) -> None:
+def test_axe_finds_nothing(open_page: Open, actor: Serving, width: int) -> None:
     pytest.importorskip("axe_playwright_python")
-    page = open_page(actor.url, color_scheme=scheme, viewport={"width": width, "height": 800})
+    page = open_page(actor.url, viewport={"width": width, "height": 800})
     check = partial(check_with_axe, page)
     check("empty")
     ask(page, "markdown", 1)

@@ -486,15 +486,14 @@ def test_effort_and_budget_are_set_where_the_model_reasons(page: Any) -> None:
 # -- Looks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
-def test_axe_finds_nothing(open_page: Open, start: Start, folder: Path, scheme: str, width: int) -> None:
+def test_axe_finds_nothing(open_page: Open, start: Start, folder: Path, width: int) -> None:
     pytest.importorskip("axe_playwright_python")
     (folder / "a.txt").write_text(
         "pears\n" + "".join(f"a long line of text with the number {n}\n" for n in range(40))
     )
     (folder / "AGENTS.md").write_text("Write short sentences.")
-    page = open_page(start(), color_scheme=scheme, viewport={"width": width, "height": 800})
+    page = open_page(start(), viewport={"width": width, "height": 800})
     check = partial(check_with_axe, page)
     choose_folder(page)
     for text, answer, n in (("picture", "Always in this chat", 2), ("edit", "Allow once", 4)):
