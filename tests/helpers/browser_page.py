@@ -35,6 +35,12 @@ def kept(page: Any, said: str) -> None:
     page.locator("#said", has_text=said).wait_for(state="attached")
 
 
+def reload(page: Any) -> None:
+    """Load the page again. Waits for the storage first, because a page that ends loses unfinished transactions."""
+    page.evaluate("async () => { await storage.load(chat.id); }")
+    page.reload()
+
+
 def requests_of(page: Any) -> list[dict[str, Any]]:
     """Record the bodies of future chat completions."""
     bodies: list[dict[str, Any]] = []
