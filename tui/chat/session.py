@@ -100,7 +100,7 @@ class ChatSession:
         self._tools: dict[str, AgentTool] = {}
         self._edits: list[_AppliedEdit] = []
         self._project: tuple[object, ProjectInstructions] | None = None
-        self._told: ProjectInstructions | None = None
+        self._announced: ProjectInstructions | None = None
         self._allowed: set[str] = set()
         self.saver = AutoSaver(self.store, self.conversation)
         self._busy = threading.Lock()
@@ -428,13 +428,13 @@ class ChatSession:
         return {"tools": [tool.schema for tool in self._tools.values()]} if self._tools else {}
 
     def _start_tools(self, turn: Turn) -> None:
-        """Start the enabled tools, and notify the user once which instructions the model gets."""
+        """Start the enabled tools, and notify the user once of the instructions that the model gets."""
         project = self.project
         self._tools = self.toolbox.tools(lambda: turn.is_stopped, self.folder)
         self._tools |= {tool.name: tool for tool in project.tools}
         warnings = self.toolbox.take_warnings()
-        if project is not self._told:
-            self._told = project
+        if project is not self._announced:
+            self._announced = project
             if self.conversation.settings.get("folder") and self.folder is None:
                 warnings.append(f"there is no folder {self.conversation.settings['folder']}: /folder chooses another")
             warnings += project.warnings
