@@ -66,7 +66,7 @@ class Rate(NamedTuple):
     once: float  # seconds per shared unit for one token
     base: float = 0.0  # seconds per shared unit for several tokens, without their own time: unpacking weights
     per_row: float = 0.0  # seconds per unit of a row, for several tokens
-    # Of matrix products: seconds until a matrix is read at full speed, and seconds per input and output of a row.
+    # Matrix products only: seconds until a matrix is read at full speed, and seconds per input and output of a row.
     start: float = 0.0
     per_input: float = 0.0
     per_output: float = 0.0
@@ -195,14 +195,13 @@ class _Test:
         """Measure a family by an operation, or by the type of a matrix."""
         if isinstance(sample, Operation):
             works, times = zip(*(self._measured(sample, n_tokens) for n_tokens in STEPS), strict=True)
-            base = self._base(*times[1:])
-            whole = works[-1]
-            per_row = (times[-1] - base) / (whole.n_rows * whole.per_row)
-            return Rate(times[0] / works[0].once, base / whole.once, per_row)
+            base, work = _base(*times[1:]), works[-1]
+            per_row = (times[-1] - base) / (work.n_rows * work.per_row)
+            return Rate(times[0] / works[0].once, base / work.once, per_row)
         return self._product_rate(sample)
 
     def _product_rate(self, type: GGMLType) -> Rate:
-        """Measure the products with matrices of a type: with large and small ones, and with narrow ones."""
+        """Measure products with matrices of a type. Matrices of several shapes separate the terms of a rate."""
         n_few, n_many = STEPS[1:]
         row_bytes = packed_bytes((PADDING, COLUMNS), repack_target(type)) // PADDING
         n_bytes = min(MATRIX_BYTES, self._cache_bytes // 2 or MATRIX_BYTES)
@@ -211,8 +210,8 @@ class _Test:
         once = max(0.0, large[1] - small[1]) / (large[0].once - small[0].once)
         start = max(0.0, small[1] - small[0].once * once)
         (_, few), (whole, many) = (self._measured(_product(type, MATRIX_ROWS, COLUMNS), n) for n in (n_few, n_many))
-        base = self._base(few, many)
-        # Seconds of a token in a whole, a narrow and a low matrix: multiply-adds, inputs and outputs.
+        base = _base(few, many)
+        # A product takes time per multiply-add, per input and per output: solve for these times with three shapes.
         shapes = [(MATRIX_ROWS, COLUMNS), (MATRIX_ROWS, COLUMNS // 8), (MATRIX_ROWS // 8, COLUMNS)]
         counts = np.array([(n_out * n_in, n_in, n_out) for n_out, n_in in shapes], np.float64)
         times = [many, *(self._measured(_product(type, *shape), n_many)[1] for shape in shapes[1:])]
@@ -221,13 +220,8 @@ class _Test:
         per_row, per_input, per_output = np.linalg.solve(counts, seconds).clip(0).tolist()
         return Rate(once, base / whole.once, per_row, start, per_input, per_output)
 
-    def _base(self, few: float, many: float) -> float:
-        """Return the seconds that many tokens share, from the seconds of steps of few and of many tokens."""
-        _, n_few, n_many = STEPS
-        return min(many, max(0.0, (few * n_many - many * n_few) / (n_many - n_few)))
-
     def _measured(self, op: Operation[Any], n_tokens: int) -> tuple[OperationCost, float]:
-        """Return the work of an operation, and its seconds."""
+        """Return the work of an operation, and its seconds without the start of the program and the waits."""
         graph, depth = _graph_of(op), DEPTH if n_tokens == 1 else DEPTH_OF_SEVERAL
         if not isinstance(op, ops.Attention | ops.IndexSelect) or not op.causal:
             depth = 0
@@ -264,6 +258,12 @@ class _Test:
                 flush_array(None)
             times.append(step.rerun(self._decode_threads if n_tokens == 1 else workers.n))
         return min(times), n_runs
+
+
+def _base(few: float, many: float) -> float:
+    """Return the seconds that all tokens share, from the seconds of steps of ``STEPS[1]`` and ``STEPS[2]`` tokens."""
+    _, n_few, n_many = STEPS
+    return min(many, max(0.0, (few * n_many - many * n_few) / (n_many - n_few)))
 
 
 def _product(type: GGMLType, n_out: int, n_in: int) -> ops.Linear:

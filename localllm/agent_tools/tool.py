@@ -39,6 +39,11 @@ class FileEdit:
     before: bytes | None
     after: bytes
 
+    @property
+    def undone(self) -> str:
+        """A sentence for the user after undo."""
+        return f"{self.name} is {'removed' if self.before is None else 'restored'}"
+
 
 class ToolOutput(NamedTuple):
     """The result of a call: text, contents of image files, and the edit that the call has applied."""
@@ -107,6 +112,26 @@ def preview_of(tool: AgentTool, arguments: Mapping[str, Any]) -> str:
         return storable(tool.preview(arguments))
     except Exception as error:
         raise UsageError(str(error)) from None
+
+
+def shown_change(change: str) -> str:
+    """Return a diff for the user, cut to `MAX_RESULT` characters."""
+    return change if len(change) <= MAX_RESULT else f"{change[:MAX_RESULT]}\n… {len(change):,} characters"
+
+
+def digest_of(change: str) -> str:
+    """Return a hash of a diff; empty if the diff is empty."""
+    return hashlib.sha256(change.encode()).hexdigest() if change else ""
+
+
+def call_as_shown(tool: AgentTool, arguments: Mapping[str, Any], digest: str, is_stopped: IsStopped) -> ToolOutput:
+    """Run a call if its diff is still the diff that the user has seen, whose `digest_of` is ``digest``."""
+    try:
+        if digest_of(preview_of(tool, arguments)) != digest:
+            return ToolOutput("error: the file has changed in the meantime: read it again")
+    except UsageError as error:
+        return ToolOutput(f"error: {error}")
+    return call_tool(tool, arguments, is_stopped)
 
 
 def storable(text: str) -> str:

@@ -19,7 +19,7 @@ A chat with a working folder also has the tools that change files in this folder
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -162,19 +162,14 @@ class Toolbox:
         """Enable or disable tools until the program ends, for example ``fetch on``. Raises UsageError."""
         action, _, value = text.partition(" ")
         name, _, target = value.strip().partition(" ")
-        if action == "read" and value:
-            if value != "off" and not _resolved(value).is_dir():
-                raise UsageError(f"there is no folder {value}: check the path")
-            self.settings.read = "" if value == "off" else value
-        elif action == "run" and value:
+        checks: dict[str, Callable[[str], object]]
+        checks = {"read": _check_folder, "run": partial(command_tool, folder=None), "search": search_tool}
+        if action in checks and value:
             if value != "off":
-                command_tool(value, None)
-            self.settings.run = "" if value == "off" else value
-            self._failed.pop("run_command", None)
-        elif action == "search" and value:
-            if value != "off":
-                search_tool(value)
-            self.settings.search = "" if value == "off" else value
+                checks[action](value)
+            setattr(self.settings, action, "" if value == "off" else value)
+            if action == "run":
+                self._failed.pop("run_command", None)
         elif action == "fetch" and value in ("on", "off"):
             self.settings.fetch = value == "on"
         elif action == "add" and target:
@@ -211,6 +206,11 @@ def _check_server(name: str, server: ServerSettings) -> None:
         raise UsageError(f"an MCP server cannot be named {name!r:.60}: use up to 20 letters, digits and hyphens")
     if bool(server.command) == bool(server.url):
         raise UsageError(f"the MCP server {name!r} needs either a command or a url")
+
+
+def _check_folder(folder: str) -> None:
+    if not _resolved(folder).is_dir():
+        raise UsageError(f"there is no folder {folder}: check the path")
 
 
 def _resolved(folder: str) -> Path:

@@ -60,11 +60,8 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
     names_model = arguments.model is not None
     defaults = apply_settings(arguments)
     conversation, folders = _conversation(arguments, store, notices), defaults.model_folders
-    is_new = not len(conversation)
-    # A chat keeps its settings, unless the command line changes them.
-    settings, more = _settings(arguments, defaults if is_new else Settings())
     model = "" if arguments.model is None else str(arguments.model)
-    if names_model or is_new:
+    if names_model or not len(conversation):
         conversation.model = model
     elif is_here(conversation.model, folders):
         model = conversation.model
@@ -73,16 +70,7 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
             f"the model of this chat, {conversation.model}, is no longer on this machine: "
             f"{model or 'the demo model'} replies instead; /model selects another model"
         )
-    if arguments.system is not None:
-        conversation.system = arguments.system
-    elif is_new:
-        conversation.system = defaults.system_prompt or ""
-    conversation.settings = {**conversation.settings, **settings}
-    if arguments.folder is not None:
-        conversation.settings = chat_settings.with_setting(conversation.settings, "folder", arguments.folder)
-    if not is_new:
-        c = conversation
-        store.set(c.id, model=c.model, system=c.system, settings=c.settings)
+    more = _configure(conversation, arguments, defaults, store)
 
     def next_to_chats(name: str) -> Path | None:
         return None if store.path is None else store.path.with_name(name)
@@ -287,6 +275,27 @@ def _offered(offers: Sequence[Offer], *, quiet: bool) -> str:
     return name
 
 
+def _configure(
+    conversation: Conversation, arguments: argparse.Namespace, defaults: Settings, store: Store
+) -> dict[str, Any]:
+    """Change the settings of a chat, and return the settings that are not stored with it.
+
+    A chat with messages keeps its settings, unless the command line changes them.
+    """
+    c, is_new = conversation, not len(conversation)
+    settings, more = _settings(arguments, defaults if is_new else Settings())
+    if arguments.system is not None:
+        c.system = arguments.system
+    elif is_new:
+        c.system = defaults.system_prompt or ""
+    c.settings = {**c.settings, **settings}
+    if arguments.folder is not None:
+        c.settings = chat_settings.with_setting(c.settings, "folder", arguments.folder)
+    if not is_new:
+        store.set(c.id, model=c.model, system=c.system, settings=c.settings)
+    return more
+
+
 def _question(arguments: argparse.Namespace) -> str:
     """Return the first message: the second word, or the first word if it contains spaces and is not a file."""
     model, question = arguments.model, arguments.question
@@ -302,8 +311,8 @@ def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[s
     values = generation_options(arguments, defaults)
     CheckedOptions.of(values)  # raises errors before the model is loaded
     values["stop"] = list(values["stop"])
-    unset: dict[str, Any] = {"stop": [], "logit_bias": {}, "ignore_eos": False, "max_tokens": None}
-    unset["reasoning_budget"] = None
+    unset: dict[str, Any] = {"stop": [], "logit_bias": {}, "ignore_eos": False}
+    unset |= {"max_tokens": None, "reasoning_budget": None}
     values = {name: value for name, value in values.items() if name not in unset or value != unset[name]}
     stored = {name: value for name, value in values.items() if name in chat_settings.READERS}
     if arguments.prefix:

@@ -9,7 +9,6 @@ in the browser, other users of the machine, and clients of a reverse proxy do no
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 import ipaddress
 import threading
@@ -23,7 +22,15 @@ from starlette.requests import Request
 
 from localllm.agent_tools.file_edits import undo_edit
 from localllm.agent_tools.instructions import ProjectInstructions, read_instructions
-from localllm.agent_tools.tool import MAX_RESULT, AgentTool, FileEdit, IsStopped, ToolOutput, call_tool, preview_of
+from localllm.agent_tools.tool import (
+    AgentTool,
+    FileEdit,
+    IsStopped,
+    call_as_shown,
+    digest_of,
+    preview_of,
+    shown_change,
+)
 from localllm.agent_tools.toolbox import Toolbox
 from localllm.errors import UsageError
 from localllm.nesting import MAX_CALL_NESTING, parse_json
@@ -65,7 +72,7 @@ class PageTools:
             raise HTTPError(403, "open the address that the server has printed, to use tools", "page_key_needed")
 
     def described(self, folder: str, is_stopped: IsStopped) -> dict[str, Any]:
-        """Return the tools of a chat with a working folder (empty: without one), and the text of its instructions."""
+        """Return the tools of a chat and the text of its instructions. ``folder`` is empty without a folder."""
         project = self._project(folder)
         tools = self._tools(folder, project, is_stopped).values()
         with self._lock:
@@ -91,20 +98,11 @@ class PageTools:
         Raises UsageError if the call would fail.
         """
         change = preview_of(self._tool(call, is_stopped), _arguments(call))
-        is_long = len(change) > MAX_RESULT
-        shown = f"{change[:MAX_RESULT]}\n… {len(change):,} characters" if is_long else change
-        return {"change": shown, "digest": _digest(change)}
+        return {"change": shown_change(change), "digest": digest_of(change)}
 
     def call(self, call: ToolCallRequest, is_stopped: IsStopped) -> dict[str, Any]:
         """Return the text and images of a call, and the id under which `undo` takes its edit back, or None."""
-        tool, arguments = self._tool(call, is_stopped), _arguments(call)
-        try:
-            is_as_shown = _digest(preview_of(tool, arguments)) == call.digest
-        except UsageError as error:
-            output = ToolOutput(f"error: {error}")
-        else:
-            change = "error: the file has changed in the meantime: read it again"
-            output = call_tool(tool, arguments, is_stopped) if is_as_shown else ToolOutput(change)
+        output = call_as_shown(self._tool(call, is_stopped), _arguments(call), call.digest, is_stopped)
         images = [base64.b64encode(image).decode() for image in _bounded(output.images)]
         return {"text": output.text, "images": images, "undo": output.edit and self._keep(output.edit)}
 
@@ -116,7 +114,7 @@ class PageTools:
                 raise UsageError(f"this edit cannot be undone: only the last {_MAX_EDITS} edits of this server can")
             undo_edit(edit)
             del self._edits[id_]
-        return f"{edit.name} is {'removed' if edit.before is None else 'restored'}"
+        return edit.undone
 
     def restart(self) -> None:
         """Start the MCP servers again: servers that have ended, and servers that could not be started."""
@@ -162,10 +160,6 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _digest(change: str) -> str:
-    return hashlib.sha256(change.encode()).hexdigest() if change else ""
-
-
 def _bounded(images: Sequence[bytes]) -> Iterator[bytes]:
     """Yield the first images, at most `_MAX_IMAGES` with `_MAX_IMAGE_BYTES` together."""
     n_bytes = 0
@@ -183,11 +177,11 @@ class ToolCallRequest(msgspec.Struct):
     """A call of a model.
 
     Attributes:
-        name: of the tool.
-        mark: of the tool that the user has seen; see `AgentTool.mark`.
-        arguments: JSON text, as the model has written it.
-        folder: name of the chat's working folder; empty without one.
-        digest: of the change that the user has seen; empty if the tool changes no files.
+        name: name of the tool.
+        mark: `AgentTool.mark` of the tool that the user has seen.
+        arguments: JSON text that the model has written.
+        folder: name of the chat's working folder; empty without a folder.
+        digest: `digest_of` the diff that the user has seen; empty if the tool changes no files.
     """
 
     name: str

@@ -35,6 +35,12 @@ def kept(page: Any, said: str) -> None:
     page.locator("#said", has_text=said).wait_for(state="attached")
 
 
+def reload(page: Any) -> None:
+    """Load the page again. Waits for the storage first, because a page that ends loses unfinished transactions."""
+    page.evaluate("async () => { await storage.load(chat.id); }")
+    page.reload()
+
+
 def requests_of(page: Any) -> list[dict[str, Any]]:
     """Record the bodies of future chat completions."""
     bodies: list[dict[str, Any]] = []
@@ -62,11 +68,16 @@ def imported(page: Any, text: str) -> None:
 
 
 def check_with_axe(page: Any, where: str) -> None:
-    """Check the accessibility of the page, if axe is installed, and that it does not scroll sideways."""
+    """Check the accessibility of the page, if axe is installed, and that the page does not scroll sideways.
+
+    All rules are checked with light colours, and the contrast also with dark colours.
+    """
     assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), where
     if find_spec("axe_playwright_python") is None:
         return
     if not page.evaluate("() => 'axe' in window"):
         page.evaluate((resources.files("axe_playwright_python") / "axe.min.js").read_text("utf-8"))
-    found = page.evaluate("async () => (await axe.run()).violations")
-    assert [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found] == [], where
+    for scheme, options in (("dark", {"runOnly": ["color-contrast"]}), ("light", {})):
+        page.emulate_media(color_scheme=scheme)
+        violations = page.evaluate("async options => (await axe.run(options)).violations", options)
+        assert [(rule["id"], [node["html"][:200] for node in rule["nodes"]]) for rule in violations] == [], where

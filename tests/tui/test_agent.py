@@ -237,6 +237,7 @@ def test_an_image_is_read_if_the_model_accepts_images(folder: Path) -> None:
     ]
     stored = session.store.load(session.conversation.id)
     assert stored.path()[-2].calls[0].images == (CAT,)
+    assert "![](data:;base64,iVBOR" in to_markdown(stored)
     assert from_json(to_json(stored)).path()[-2].calls == stored.path()[-2].calls
 
 

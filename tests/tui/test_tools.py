@@ -187,7 +187,7 @@ def test_a_program_outside_the_shells_group_does_not_block() -> None:
 
 def test_files_outside_the_folder_are_not_read(folder: Path) -> None:
     tool = Toolbox({"read": str(folder)}).tools()["read_file"]
-    if hasattr(os, "symlink"):
+    if sys.platform != "win32":  # links need rights
         (folder / "link").symlink_to(folder.parent / "secret")
     for path in ("../secret", str(folder.parent / "secret"), "link", "nothing", "\0", 5):
         assert result_of(tool, {"path": path}, lambda: False).startswith("error: ")

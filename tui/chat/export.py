@@ -58,6 +58,7 @@ def to_markdown(conversation: Conversation) -> str:
         blocks += map(_attached, message.attachments)
         for call in message.calls:
             blocks += [f"Tool `{call.name}`:", fenced(call.change or call.arguments), fenced(call.result or "")]
+            blocks += [f"![]({_data_url(image)})" for image in call.images]
         if message.is_cut:
             blocks.append("*(cut off)*")
     return escape_controls("\n\n".join(blocks) + "\n")
@@ -67,7 +68,11 @@ def _attached(file: Attachment) -> str:
     if not file.picture:
         return f"File `{file.name}`:\n\n{fenced(file.text)}"
     name = re.sub(r"[\[\]\n]", "", file.name)
-    return f"{'' if file.is_sound else '!'}[{name}](data:;base64,{base64.b64encode(file.picture).decode()})"
+    return f"{'' if file.is_sound else '!'}[{name}]({_data_url(file.picture)})"
+
+
+def _data_url(file: bytes) -> str:
+    return f"data:;base64,{base64.b64encode(file).decode()}"
 
 
 def _portable(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from localllm.agent_tools.file_edits import undo_edit
 from localllm.agent_tools.instructions import ProjectInstructions, read_instructions
-from localllm.agent_tools.tool import MAX_RESULT, AgentTool, FileEdit, ToolOutput, call_tool, preview_of
+from localllm.agent_tools.tool import (
+    AgentTool,
+    FileEdit,
+    ToolOutput,
+    call_as_shown,
+    digest_of,
+    preview_of,
+    shown_change,
+)
 from localllm.agent_tools.toolbox import Permission, Toolbox
 from localllm.chat.calls.formats import CONTROL_TAGS
 from localllm.chat.conversation import ToolCall
@@ -92,7 +100,7 @@ class ChatSession:
         self._tools: dict[str, AgentTool] = {}
         self._edits: list[_AppliedEdit] = []
         self._project: tuple[object, ProjectInstructions] | None = None
-        self._told: ProjectInstructions | None = None
+        self._announced: ProjectInstructions | None = None
         self._allowed: set[str] = set()
         self.saver = AutoSaver(self.store, self.conversation)
         self._busy = threading.Lock()
@@ -209,8 +217,9 @@ class ChatSession:
     @property
     def folder(self) -> Path | None:
         """The working folder, resolved; None without the setting, or if the folder was removed."""
-        folder = Path(self.conversation.settings.get("folder") or "").resolve()
-        return folder if self.conversation.settings.get("folder") and folder.is_dir() else None
+        name = self.conversation.settings.get("folder")
+        folder = Path(name).resolve() if name else None
+        return folder if folder is not None and folder.is_dir() else None
 
     @property
     def project(self) -> ProjectInstructions:
@@ -249,7 +258,7 @@ class ChatSession:
             self._busy.release()
         n = len(self._edits)
         more = f"; {n} earlier edit{'s' * (n > 1)} can be undone" if n else ""
-        return f"{edit.name} is {'removed' if edit.before is None else 'restored'}{more}"
+        return f"{edit.undone}{more}"
 
     # -- Properties of the conversation ------------------------------------------------------------------------------
 
@@ -419,13 +428,13 @@ class ChatSession:
         return {"tools": [tool.schema for tool in self._tools.values()]} if self._tools else {}
 
     def _start_tools(self, turn: Turn) -> None:
-        """Start the enabled tools, and notify the user once which instructions the model gets."""
+        """Start the enabled tools, and notify the user once of the instructions that the model gets."""
         project = self.project
         self._tools = self.toolbox.tools(lambda: turn.is_stopped, self.folder)
         self._tools |= {tool.name: tool for tool in project.tools}
         warnings = self.toolbox.take_warnings()
-        if project is not self._told:
-            self._told = project
+        if project is not self._announced:
+            self._announced = project
             if self.conversation.settings.get("folder") and self.folder is None:
                 warnings.append(f"there is no folder {self.conversation.settings['folder']}: /folder chooses another")
             warnings += project.warnings
@@ -456,23 +465,20 @@ class ChatSession:
         self._emit(turn, events.ToolCallsDone(message))
 
     def _run_tool(self, tool: AgentTool, call: CallRecord, turn: Turn, record: Callable[..., None]) -> ToolOutput:
-        """Run a call if it is allowed. ``record`` shows the diff of an edit before."""
+        """Run a call if it is allowed. ``record`` stores and shows the diff of an edit before the question."""
         arguments = json.loads(call.arguments)
         try:
             change = "" if turn.is_stopped else preview_of(tool, arguments)
-            if change:
-                is_long = len(change) > MAX_RESULT
-                record(change=f"{change[:MAX_RESULT]}\n… {len(change):,} characters" if is_long else change)
-            if turn.is_stopped or not self._may_run(tool, call, change, turn):
-                is_stopped = turn.is_stopped
-                return ToolOutput(
-                    "(stopped before it was run)" if is_stopped else "(the user does not allow this call)"
-                )
-            if preview_of(tool, arguments) != change:
-                return ToolOutput("error: the file has changed in the meantime: read it again")
         except UsageError as error:
             return ToolOutput(f"error: {error}")
-        return self._acceptable(call_tool(tool, arguments, lambda: turn.is_stopped))
+        if change:
+            record(change=shown_change(change))
+        is_allowed = not turn.is_stopped and self._may_run(tool, call, change, turn)
+        if turn.is_stopped:
+            return ToolOutput("(stopped before it was run)")
+        if not is_allowed:
+            return ToolOutput("(the user does not allow this call)")
+        return self._acceptable(call_as_shown(tool, arguments, digest_of(change), lambda: turn.is_stopped))
 
     def _acceptable(self, output: ToolOutput) -> ToolOutput:
         """Return an output without images that the model cannot process."""

@@ -178,7 +178,7 @@ function toMarkdown(chat) {
     for (const file of message.attachments ?? [])
       parts.push(file.picture ? `${isSound(file) ? "" : "!"}[${file.name.replace(/[[\]\n]/g, "")}](${mediaUrl(file)})` : `File \`${file.name}\`:\n\n${fenced(file.text)}`);
     for (const call of message.calls ?? []) {
-      parts.push(`Tool \`${call.name}\`:`, fenced(call.arguments), fenced(call.result ?? ""));
+      parts.push(`Tool \`${call.name}\`:`, fenced(call.change || call.arguments), fenced(call.result ?? ""));
       for (const picture of call.images ?? []) parts.push(`![](${mediaUrl({picture})})`);
     }
   }

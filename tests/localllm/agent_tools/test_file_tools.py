@@ -7,6 +7,7 @@ import os
 import random
 import stat
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -164,7 +165,7 @@ def test_a_whole_file_is_written_with_its_line_ends(folder: Path) -> None:
 
 
 def test_paths_out_of_the_folder_are_refused(folder: Path) -> None:
-    if hasattr(os, "symlink"):
+    if sys.platform != "win32":  # links need rights
         (folder / "link").symlink_to(folder.parent / "secret.txt")
         (folder / "up").symlink_to("..")
         (folder / "new").symlink_to(folder.parent / "created")

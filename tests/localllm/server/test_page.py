@@ -34,6 +34,7 @@ from tests.helpers.browser_page import (
     finished,
     imported,
     kept,
+    reload,
     requests_of,
 )
 from tests.helpers.data import ROOT
@@ -163,7 +164,7 @@ def test_a_chat_goes_on_with_the_model_that_was_picked_and_is_there_after_a_relo
     served = actor.models.served["second"]
     assert served.llm is not None
     assert served.n_users == 0
-    page.reload()
+    reload(page)
     page.get_by_text("turn 2.").wait_for()
     page.locator("#model-name", has_text="second").wait_for()
     page.click("#new")
@@ -263,8 +264,7 @@ def test_settings_hold_for_one_chat(page: Any) -> None:
     wanted = {"temperature": 0.25, "max_tokens": 5, "stop": ["x", "y"]}
     assert {name: bodies[0][name] for name in wanted} == wanted
     assert bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
-    kept(page, "The reply ended.")
-    page.reload()
+    reload(page)
     page.locator("#marks", has_text="system prompt · no thinking").wait_for()
     page.click("#new")
     ask(page, "Hi", 1)
@@ -326,7 +326,7 @@ def takes(page: Any, *modalities: str) -> list[dict[str, Any]]:
         route.fulfill(body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
 
     page.route("**/v1/chat/completions", answer)
-    page.reload()
+    reload(page)
     return bodies
 
 
@@ -351,7 +351,7 @@ def test_images_come_by_file_paste_and_drop_where_the_model_sees(page: Any) -> N
     assert text == {"type": "text", "text": "Which colour?"}
     assert first["image_url"]["url"].startswith("data:image/jpeg;base64,/9j/")
     assert second["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
-    page.reload()
+    reload(page)
     page.locator(".user .pictures img").nth(1).wait_for()
     read = from_json(exported(page, "json"))  # like the terminal's chat
     assert [each.picture[:4] for each in read.path()[2].attachments] == [b"\xff\xd8\xff\xe0", b"\x89PNG"]
@@ -412,7 +412,7 @@ def test_audio_comes_by_file_drop_and_microphone_where_the_model_hears(page: Any
     assert sound_of(second) == (1, 16000, pytest.approx(30, abs=0.01))  # from 5 MB, like from 1
     assert sound_of(third)[:2] == (1, 16000)
     assert sound_of(third)[2] > 0.5
-    page.reload()
+    reload(page)
     page.locator(".user audio").nth(2).wait_for()
     assert page.locator(".user audio").first.evaluate(PLAYS) == pytest.approx(0.5, abs=0.01)
     read = from_json(exported(page, "json"))  # like the terminal's chat
@@ -474,7 +474,7 @@ def test_chats_are_renamed_and_deleted(page: Any) -> None:
     page.click("#chat-menu")
     page.click("[data-do=delete]")
     kept(page, "The reply ended.")
-    page.reload()
+    reload(page)
     page.get_by_text("Chats appear here.").wait_for()
 
 
@@ -581,7 +581,7 @@ def test_the_page_works_below_a_prefix(open_page: Open, path: str) -> None:
         ask(page, "Hi", 1)
         page.get_by_text("turn 1.").wait_for()
         ask(page, "thought", 2)
-        page.reload()
+        reload(page)
         page.get_by_text("turn 1.").wait_for()
 
 
@@ -663,7 +663,7 @@ def test_a_text_in_pieces_is_drawn_as_a_whole_one(page: Any, text: str) -> None:
 
 def test_a_browser_that_keeps_nothing_has_chats_as_long_as_the_page(page: Any) -> None:
     page.add_init_script("indexedDB.open = () => { throw new DOMException('', 'SecurityError') }")
-    page.reload()
+    reload(page)
     page.locator("#notice", has_text="This browser keeps no chats").wait_for()
     ask(page, "One", 1)
     page.click("#new")
@@ -766,7 +766,7 @@ def test_a_server_that_dies_in_the_middle_of_a_reply(open_page: Open, actor: Ser
     page.get_by_label("Continue").click()
     page.get_by_text("and the end.").wait_for()
     kept(page, "The reply is complete.")
-    page.reload()
+    reload(page)
     page.get_by_text("and the end.").wait_for()
     assert not any(page.locator(".error").all_inner_texts())
     wire.cut()
@@ -916,11 +916,10 @@ def test_models_are_unloaded(page: Any, actor: Serving) -> None:
 # -- Looks, keys and accessibility -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
-def test_axe_finds_nothing(open_page: Open, actor: Serving, scheme: str, width: int) -> None:
+def test_axe_finds_nothing(open_page: Open, actor: Serving, width: int) -> None:
     pytest.importorskip("axe_playwright_python")
-    page = open_page(actor.url, color_scheme=scheme, viewport={"width": width, "height": 800})
+    page = open_page(actor.url, viewport={"width": width, "height": 800})
     check = partial(check_with_axe, page)
     check("empty")
     ask(page, "markdown", 1)
@@ -952,7 +951,7 @@ def test_the_theme_is_kept(page: Any) -> None:
     paper = "() => getComputedStyle(document.body).backgroundColor"
     change_settings(page, theme="dark")
     dark = page.evaluate(paper)
-    page.reload()
+    reload(page)
     assert page.evaluate(paper) == dark
     change_settings(page, theme="light")
     assert page.evaluate(paper) != dark
