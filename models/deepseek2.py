@@ -151,7 +151,7 @@ def latent_attention(
     has_sinks: bool = False,
     select: Select | None = None,
 ) -> Tensor:
-    """Latent attention to the positions from ``select``, by default all. Without ``rope``, nothing is rotated.
+    """Latent attention to the positions from ``select``, by default all. Without ``rope``, vectors are not rotated.
 
     A file may contain ``attn_q_gate`` instead of ``attn_q_b``: the rows of each head's query and gate, for the normed
     and the raw result of ``attn_q_a``.
