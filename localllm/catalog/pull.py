@@ -57,7 +57,7 @@ def pull(name: str, progress: PullProgress | None = None) -> Path:
     if remote is None:
         remedy = advice(name)
         if remedy is None:
-            remedy = "write ORG/REPO, or ORG/REPO:QUANT; https://huggingface.co/models?library=gguf lists them"
+            remedy = "write ORG/REPO, or ORG/REPO:QUANT; localllm search WORDS lists them"
         raise UsageError(f"{name!r:.80} is not the name of a model on the hub: {remedy}")
     known = None if HubName.parse(name) is not None else known_model(name)
     return _Puller(remote, progress).model(None if known is None else known[0])

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import json
 import os
@@ -88,7 +89,10 @@ def check_preset(section: Mapping[str, Any], name: str) -> None:
     """Raise UsageError if a section has a key or a value that no model can have."""
     for key, value in section.items():
         if key not in _NO_FLAGS and key.replace("-", "_") not in _actions_of_serve():
-            raise UsageError(f"[{name}] of the file of models has {key!r:.80}, which no model can have: remove it")
+            names = [*_NO_FLAGS, *_actions_of_serve()]
+            near = difflib.get_close_matches(key.replace("-", "_"), names, 1, cutoff=0.75)
+            remedy = f"did you mean {near[0]}?" if near else "remove it"
+            raise UsageError(f"[{name}] of the file of models has {key!r:.80}, which no model can have: {remedy}")
         if key in _NO_FLAGS and not isinstance(value, str):
             fault = f"[{name}] of the file of models has {key} = {shown(value)}"
             raise UsageError(f"{fault}: write the {_NO_FLAGS[key]} in quotes")

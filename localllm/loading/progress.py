@@ -33,14 +33,22 @@ def formats_text(plan: Plan) -> str:
     return ", ".join([*dict.fromkeys(formats)][:3])
 
 
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print(text, file=sys.stderr, flush=True)
+
+
 class CompileNotice:
     """Prints one line to standard error if compiling the kernels takes long.
 
     A library should be silent, but half a minute without output, once on each machine, looks like a hang.
     So the notice is only for terminals, and only without another progress callback.
+
+    ``write``: prints the line, by default to standard error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, write: Callable[[str], object] = _print) -> None:
+        self._write = write
         self._start: float | None = None
         self._is_printed = False
 
@@ -52,12 +60,7 @@ class CompileNotice:
             self._start = now
         if now - self._start >= NOTICE_SECONDS:
             self._is_printed = True
-            with contextlib.suppress(OSError):  # the terminal is gone
-                print(
-                    f"localllm: compiling kernels for this processor, {total - n_done} left",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            self._write(f"localllm: compiling kernels for this processor, {total - n_done} left")
 
 
 def default_progress() -> LoadProgress | None:

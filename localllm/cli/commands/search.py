@@ -8,8 +8,8 @@ import sys
 
 from localllm.cli.parser import Command, flag
 from localllm.cli.shared_flags import JSON
-from localllm.console import is_terminal, print_table, quantity, visible_line, warn
-from localllm.errors import HubError
+from localllm.console import is_terminal, print_table, quantity, say, visible_line, warn
+from localllm.errors import HubError, shown
 
 #: Maximum number of repositories that the hub returns.
 _LIMIT = 20
@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
         values.append({"name": found.name, "downloads": n_downloads, "gated": found.is_gated})
     if arguments.json:
         print(json.dumps(values))
+    elif not rows:
+        say(f"no model matches {shown(text)}: try fewer words, or parts of names")
     elif is_terminal(sys.stdout):
         print_table(_HEAD, rows, numbers=("download", "downloads in a month"))
     else:

@@ -285,7 +285,7 @@ def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Load
         from localllm.llm import load
         from localllm.loading.progress import CompileNotice
 
-        notice = CompileNotice()
+        notice = CompileNotice(say)
 
         def report(stage: str, n_done: int, total: int) -> None:
             progress(stage, n_done, total)

@@ -241,7 +241,8 @@ def run(arguments: argparse.Namespace) -> int:
         _uninstall(service_manager)
         return 0
     if not service_manager.path.exists():
-        say("no service is installed: localllm service install -- FLAGS OF SERVE installs it")
+        install = "localllm service install" + " --system" * arguments.system
+        say(f"no service is installed: {install} -- FLAGS OF SERVE installs it")
         return 1
     if action == "logs":
         if not service_manager.logs:

@@ -106,7 +106,11 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("cp llama3.2 mine", "error: there is no command 'cp': models are plain files, whose paths localllm models", {}),
     ("rm llama3.2", "error: there is no file or model 'llama3.2' here: localllm models lists the names", {}),
     ("pull llama3.2:4b", "error: 'llama3.2:4b' is not the name of a model on the hub: the tags of llama3.2 are", {}),
-    ("pull xyzzy", "error: 'xyzzy' is not the name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT", {}),
+    (
+        "pull xyzzy",
+        "error: 'xyzzy' is not the name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT; localllm search",
+        {},
+    ),
     (
         "generate -m llama3.2:1b -p hi",
         "error: llama3.2:1b is not on this machine: localllm pull llama3.2:1b down",

@@ -105,7 +105,9 @@ def test_a_file_that_cannot_be_read(path: Path, text: str, message: str) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("colour = 1", r"\[small\] of .* has 'colour', which no model can have"),
+        ("colour = 1", r"\[small\] of .* has 'colour', which no model can have: remove it"),
+        ("modle = 'a.gguf'", "has 'modle', which no model can have: did you mean model?"),
+        ("temprature = 1", "has 'temprature', which no model can have: did you mean temperature?"),
         ("port = 1", "has 'port', which no model"),
         ("verbose = true", "has 'verbose', which no model"),
         ("model = 5", r"\[small\] of .* has model = 5: write the name of a file in quotes"),

@@ -46,6 +46,14 @@ def test_all_words_must_match(hub: HubServer, capfdbinary: pytest.CaptureFixture
     assert hub.searches[0].startswith("search=qwen%20embeddings&")
 
 
+def test_no_match_is_said(hub: HubServer, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    outcome = run_main(capfdbinary, "search", "xyzzy", "plugh")
+    assert (outcome.code, outcome.out) == (0, "")
+    assert "no model matches 'xyzzy plugh': try" in outcome.err
+    outcome = run_main(capfdbinary, "search", "xyzzy", "--json")
+    assert (outcome.code, json.loads(outcome.out)) == (0, [])
+
+
 def test_short_names_are_listed_without_a_network(
     hub: HubServer, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

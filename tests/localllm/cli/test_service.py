@@ -89,7 +89,8 @@ def test_a_unit_is_installed_shown_and_removed(
     systemctl: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run_main(capfdbinary, "service", "status").code == 1
+    absent = run_main(capfdbinary, "service", "status")
+    assert (absent.code, "service install -- FLAGS" in absent.err) == (1, True)
     outcome = run_main(capfdbinary, "service", "install", "--", "-m", "my model.gguf", "--lan", "--ctx-size", "4096")
     assert outcome.code == 0, outcome.err
     assert "the service is running" in outcome.err
@@ -220,6 +221,7 @@ def test_a_service_of_the_machine(
     assert run_main(capfdbinary, "service", "status", "--system").code == 0
     assert run_main(capfdbinary, "service", "uninstall", "--system").code == 0
     assert not path.exists()
+    assert "service install --system -- FLAGS" in run_main(capfdbinary, "service", "status", "--system").err
     calls = systemctl.read_text(encoding="utf-8").splitlines()
     assert calls[:3] == ["daemon-reload", "enable localllm", "restart localllm"]
     assert calls[-3:] == ["status --no-pager localllm", "disable --now localllm", "daemon-reload"]

@@ -16,11 +16,16 @@ from typing import Any
 import httpx
 import pytest
 
+from localllm import llm
+from localllm.cli.commands.serve import _loader
 from localllm.cli.parser import parser_of
 from localllm.console import say, warn
+from localllm.loading import progress
+from localllm.options.types import LoadProgress
 from localllm.server.http import Limits
 from localllm.server.logs import LogFormat, logging_to_stderr
 from localllm.server.monitor import Monitoring
+from localllm.server.stats import Stats
 from tests.helpers.command_line import command, environment, run_main
 from tests.helpers.data import ROOT
 from tests.helpers.engines import eventually
@@ -254,6 +259,23 @@ def test_every_line_of_the_command_has_the_format() -> None:
     assert any(CHAT in row for row in rows)
     assert KEY not in first + rest
     assert all({"time", "level", "message"} <= json.loads(row).keys() for row in rows)
+
+
+def test_the_notice_of_a_long_compilation_is_a_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loading(Exception):
+        pass
+
+    def load(source: str | None, *, progress: LoadProgress, **options: Any) -> None:
+        progress("kernels", 0, 2)
+        raise Loading
+
+    monkeypatch.setattr(llm, "load", load)
+    monkeypatch.setattr(progress, "NOTICE_SECONDS", 0.0)
+    arguments = parser_of("serve").parse_args(["-m", "demo"])
+    with logging_as("json", monkeypatch) as lines, pytest.raises(Loading):
+        _loader(arguments, Stats())[1]("demo", lambda *stage: None, lambda plan: None)
+    (row,) = lines.rows()
+    assert "compiling kernels" in row["message"]
 
 
 def test_logging_prompts_needs_a_log(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
