@@ -286,7 +286,10 @@ def source_of_text(text: str, name: str, may_open_files: bool = False, example: 
         return _unquoted(body.partition("#")[0].translate(_NO_LINES), name)
     scheme = urlsplit(url[:2000]).scheme
     if scheme in ("http", "https"):
-        raise TemplateError(f"{name} is an address on the web, where localllm does not look: send it as a data URL")
+        raise TemplateError(
+            f"{name} is an address on the web, which localllm does not fetch: send it as a data URL, or allow the "
+            "host of images with serve --allow-image-urls HOST"
+        )
     if not may_open_files:
         raise TemplateError(f"{name} is not a data URL: write 'data:{example};base64,…'")
     if scheme != "file":

@@ -60,6 +60,9 @@ def listen_unix(path: Path) -> Iterator[socket.socket]:
             os.chmod(path, _MODE)  # connections are refused until listen()
             listening.listen(_BACKLOG)
         created = os.stat(path)
+    except UsageError:
+        listening.close()
+        raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         listening.close()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

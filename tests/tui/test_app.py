@@ -106,7 +106,7 @@ async def test_a_key_ends_the_thinking() -> None:
         await chat.hears("no reply is being written")
         await chat.say("why")
         steps.allow(1)
-        await chat.sees("thinking")
+        await chat.sees("thinking (F8 ends it)")
         await chat.press("f8")
         await chat.until(lambda: model.n_ended_reasonings)
         steps.set()

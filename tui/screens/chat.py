@@ -276,7 +276,8 @@ class ChatScreen(Screen[None]):
 
     async def _show_event(self, event: Event, turn: StreamedTurn) -> None:
         if isinstance(event, events.Delta):
-            self.status.change(activity="thinking" if event.thinking else "writing", progress=None)
+            thinking = f"thinking ({self.app.key_of('answer')} ends it)"
+            self.status.change(activity=thinking if event.thinking else "writing", progress=None)
             if self._reply is not None:
                 await self._reply.write(event.text, thinking=event.thinking)
         elif isinstance(event, events.Prefill):

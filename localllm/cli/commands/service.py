@@ -32,7 +32,8 @@ _USER = "localllm"
 _N_LINES = "200"
 
 #: Restrictions of the service of the machine.  ``PrivateDevices`` and ``ProtectClock`` (by its implied
-#: ``DeviceAllow``) would hide GPUs, and ``MemoryDenyWriteExecute`` would forbid compiled kernels.
+#: ``DeviceAllow``) would hide GPUs, and ``MemoryDenyWriteExecute`` would forbid compiled kernels.  Without
+#: ``RuntimeDirectoryPreserve``, a restart removes the socket of a second server from the runtime directory.
 _HARDENING = """\
 CapabilityBoundingSet={capabilities}
 AmbientCapabilities={capabilities}
@@ -60,6 +61,7 @@ UMask=0077
 StateDirectory=localllm
 CacheDirectory=localllm
 RuntimeDirectory=localllm
+RuntimeDirectoryPreserve=restart
 StateDirectoryMode=0700
 CacheDirectoryMode=0700
 RuntimeDirectoryMode=0755"""

@@ -202,6 +202,7 @@ def test_a_service_of_the_machine(
         "CapabilityBoundingSet=",
         "ProtectSystem=strict",
         "NoNewPrivileges=yes",
+        "RuntimeDirectoryPreserve=restart",  # the socket of a second server stays
         "WantedBy=multi-user.target",
     ):
         assert line in lines, line

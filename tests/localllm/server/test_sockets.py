@@ -152,7 +152,7 @@ def test_the_command_listens_on_a_socket_and_a_port(tmp_path: Path) -> None:
             assert client.get("/v1/models").status_code == 404
         second = run_process(["serve", "-m", "demo", "-q", "--host", f"unix:{path}"])
         assert second.code == 2
-        assert "another server listens on" in second.err
+        assert f"error: another server listens on {path}: stop it, or choose another path" in second.err
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     assert not path.exists()
