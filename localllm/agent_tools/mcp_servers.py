@@ -67,7 +67,9 @@ class McpServer:
             self._loop.run_until_complete(self._task)
         except BaseException as error:  # also exception groups and cancellation: `wait` must end
             if not self._started.done():
-                self._started.set_exception(UsageError(f"it cannot be used ({reason_of(error)})"))
+                remedy = "check its url" if self._url else "run its command in a terminal to see its errors"
+                fault = f"it cannot be used ({reason_of(error)}): {remedy}"
+                self._started.set_exception(error if isinstance(error, UsageError) else UsageError(fault))
         finally:
             self._client = None
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())  # also runs callbacks that close pipes
