@@ -116,7 +116,7 @@ def hf_extra(config: Any) -> dict[str, Array]:
 
 
 @dataclass(frozen=True)
-class TimeMix:
+class DynamicMixSizes:
     """Sizes of a recurrence: heads of ``head_dim`` values, and widths between pairs of matrices."""
 
     head_dim: int
@@ -125,7 +125,7 @@ class TimeMix:
     decay_rank: int
 
     @classmethod
-    def read(cls, m: Header) -> TimeMix:
+    def read(cls, m: Header) -> DynamicMixSizes:
         dim = m.meta.read("wkv.head_size", int, low=1, high=1 << 12)
         m.meta.check_multiple("embedding_length", m.config.n_embd, "wkv.head_size", dim)
         n = m.config.n_embd // dim
@@ -152,7 +152,7 @@ def mixtures(at: Layer, x: Tensor, rank: int) -> dict[str, Tensor]:
     return mixed
 
 
-def _repeated(at: Layer, x: Tensor, name: str, sizes: TimeMix) -> Tensor:
+def _repeated(at: Layer, x: Tensor, name: str, sizes: DynamicMixSizes) -> Tensor:
     """Return keys or values of all heads: several heads share the rows of the matrix."""
     dim, n = sizes.head_dim, at.n_embd // sizes.head_dim
     if sizes.n_kv == n:
@@ -162,7 +162,7 @@ def _repeated(at: Layer, x: Tensor, name: str, sizes: TimeMix) -> Tensor:
     return at.add(SideBySide(tuple(part for part in parts for _ in range(n // sizes.n_kv))))
 
 
-def time_mix(at: Layer, x: Tensor, sizes: TimeMix, residual: Tensor, *, is_qwen: bool) -> Tensor:
+def time_mix(at: Layer, x: Tensor, sizes: DynamicMixSizes, residual: Tensor, *, is_qwen: bool) -> Tensor:
     w, d, n = at.weights, at.n_embd, at.n_embd // sizes.head_dim
     mixed = mixtures(at, x, sizes.rank)
     r, g = at.linear(mixed["r"], "time_mix_receptance", d), at.linear(mixed["g"], "time_mix_gate", d)
@@ -194,7 +194,7 @@ def channel_mix(at: Layer, x: Tensor, n_ff: int, residual: Tensor) -> Tensor:
 
 
 def record(m: Header) -> Graph:
-    sizes, n_ff, is_qwen = TimeMix.read(m), m.mlp_width(), m.meta.architecture == "rwkv6qwen2"
+    sizes, n_ff, is_qwen = DynamicMixSizes.read(m), m.mlp_width(), m.meta.architecture == "rwkv6qwen2"
     record_norm, eps = (norm, m.norm_eps) if is_qwen else (layer_norm, m.layer_norm_eps)
     every = m.meta.read("rescale_every_n_layers", int, 0, low=0, high=1 << 16)
 

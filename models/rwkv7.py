@@ -127,14 +127,14 @@ def hf_extra(config: Any) -> dict[str, Array]:
 
 
 @dataclass(frozen=True)
-class TimeMix:
+class TimeMixSizes:
     """Sizes of a recurrence: heads of ``head_dim`` values, and the ranks of its pairs of matrices, by letter."""
 
     head_dim: int
     ranks: Mapping[str, int]
 
     @classmethod
-    def read(cls, m: Header) -> TimeMix:
+    def read(cls, m: Header) -> TimeMixSizes:
         dim = m.meta.read("wkv.head_size", int, low=1, high=1 << 12)
         m.meta.check_multiple("embedding_length", m.config.n_embd, "wkv.head_size", dim)
         m.meta.skip("attention.head_count", "token_shift_count")  # 0, and a number that follows from the architecture
@@ -161,7 +161,7 @@ def low_rank(at: Layer, x: Tensor, letter: str, rank: int, activation: str | Non
 
 
 def time_mix(
-    at: Layer, x: Tensor, sizes: TimeMix, first_value: Tensor | None, residual: Tensor
+    at: Layer, x: Tensor, sizes: TimeMixSizes, first_value: Tensor | None, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the residual plus the result of the recurrence, and the values of the first layer.
 
@@ -199,7 +199,7 @@ def head_norm(at: Layer, x: Tensor, head_dim: int) -> Tensor:
 
 
 def record(m: Header) -> Graph:
-    sizes, n_ff, is_qwen = TimeMix.read(m), m.mlp_width(), m.meta.architecture == "arwkv7"
+    sizes, n_ff, is_qwen = TimeMixSizes.read(m), m.mlp_width(), m.meta.architecture == "arwkv7"
     record_norm, eps = (norm, m.norm_eps) if is_qwen else (layer_norm, m.layer_norm_eps)
     first_value: Tensor | None = None
 
