@@ -94,8 +94,8 @@ def test_outputs_are_joined_of_neighbouring_rows(ops: Ops, width: int, is_mean: 
 
 
 def test_an_unknown_activation_is_named_with_the_known_ones(ops: Ops) -> None:
-    with pytest.raises(KernelError, match=r"'relu'.*silu, gelu"):
-        apply(ops, lambda g, u: ops.gated(g, u, "relu"), random(1, 4), random(1, 4))
+    with pytest.raises(KernelError, match=r"'gelu_new'.*silu, gelu"):
+        apply(ops, lambda g, u: ops.gated(g, u, "gelu_new"), random(1, 4), random(1, 4))
 
 
 # -- Linear --------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Written:
             n_pairs=0 if rope is None else len(frequencies), first=0,
             interleaved=rope is not None and rope.interleaved, magnitude=1.0 if rope is None else rope.magnitude,
             q=q, q_stride=N_HEADS * head_dim, k=k, k_stride=kv_stride, v=v, v_stride=kv_stride, n_heads=N_HEADS,
-            n_kv_heads=N_KV_HEADS, **norm_arguments, norm_last=False, rate=0.0, length=1, offset=0,
+            n_kv_heads=N_KV_HEADS, **norm_arguments, norm_last=False, rate=0.0, length=1, offset=0, base=0.0,
             keys=layers[0], values=layers[1], key_scales=layers[2], value_scales=layers[3],
         )  # fmt: skip
         self.q = device.download(q, np.float32, N_TOKENS, N_HEADS, head_dim)
