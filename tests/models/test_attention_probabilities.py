@@ -53,6 +53,8 @@ def test_probabilities_equal_transformers(name: str, tmp_path: Path) -> None:
         with torch.no_grad():
             attentions = model_of(name)(torch.tensor([IDS]), use_cache=False, output_attentions=True).attentions
         expected = [layer[0].numpy() for layer in attentions if layer is not None]
+        if name == "minimax-01":  # transformers returns something else for linear attention, too
+            expected = [expected[i] for i in layers]
         heads = [(i, head) for i, layer in zip(layers, expected, strict=True) for head in range(len(layer))]
         probabilities = tools.attention(llm, IDS, heads)
     if name in WITHOUT_SINKS:

@@ -60,10 +60,12 @@ def check(name: str, runner: Runner, limit: float) -> None:
         of_layer = {value.split(".")[2] for value in names if value.startswith(f"layers.{i}.")}
         assert {"input", "output"} <= of_layer
         assert of_layer & {"attention", "recurrent", "mlp"} or name == "deci", "a layer without a named block"
-    theirs = values_of(model_of(name), IDS, names)
-    streams = {f"layers.{i}.{end}" for i in range(n_layers) for end in ("input", "output")}
-    assert theirs.keys() >= {"embedding", "logits", *streams} or name == "deci"  # its file has more layers
-    assert theirs.keys() >= {value for value in names if value.endswith(".router")} or name.startswith("llama4")
+    theirs: dict[str, Array] = {}
+    if not TINY[name].written:  # transformers has the model
+        theirs = values_of(model_of(name), IDS, names)
+        streams = {f"layers.{i}.{end}" for i in range(n_layers) for end in ("input", "output")}
+        assert theirs.keys() >= {"embedding", "logits", *streams} or name == "deci"  # its file has more layers
+        assert theirs.keys() >= {value for value in names if value.endswith(".router")} or name.startswith("llama4")
     ours = traced(runner, [*names])
     for value, expected in theirs.items():
         error = np.abs(ours[value] - expected).max() / np.abs(expected).max()
