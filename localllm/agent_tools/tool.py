@@ -25,7 +25,7 @@ MAX_RESULT = 20_000
 
 @dataclass(frozen=True, slots=True)
 class FileEdit:
-    """An applied change of a file, for undo.
+    """A change of a file, which can be applied and undone.
 
     Attributes:
         path: the file, with links followed.

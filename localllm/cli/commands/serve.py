@@ -157,62 +157,21 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
     """Return the models of the server, and whether the first model is loaded immediately.  Applies the settings."""
     from localllm.server.models import Models, Preset
 
-    presets, as_given = read_presets(arguments.presets), deepcopy(arguments)
+    as_given = deepcopy(arguments)
     settings, load = _loader(arguments, stats)
-
-    def arguments_of(name: str, section: Mapping[str, Any]) -> argparse.Namespace:
-        model_arguments = deepcopy(as_given)
-        model_arguments.aliases, model_arguments.tags, model_arguments.ttl = [], [], None
-        apply_preset(parser_of("serve"), model_arguments, section, name)
-        return model_arguments
-
-    def preset(name: str, section: Mapping[str, Any], is_again: bool = False) -> Preset:
-        listed = dict[str, Any]()
-        try:
-            model_arguments = arguments_of(name, section)
-            listed |= {
-                "ttl_s": model_arguments.ttl,
-                "aliases": _split_commas(model_arguments.aliases),
-                "tags": _split_commas(model_arguments.tags),
-                "system": section.get("system", ""),
-                "group": section.get("group"),
-            }
-            chat_template(model_arguments)
-            _, load_preset = _loader(model_arguments, stats)
-            listed |= {"context": model_arguments.context, "has_media_file": model_arguments.mmproj is not None}
-            (source,) = sources([{"model": section["model"]}], settings).values()
-        except LocalLLMError as error:
-            if is_again or len(presets) == 1:
-                raise
-            warn(f"the model {name} is not available: {error}")
-            return Preset(str(section["model"]), partial(load_again, name, section), **listed)
-        return Preset(source, load_preset, adapters=_adapters(model_arguments), **listed)
-
-    def load_again(
-        name: str, section: Mapping[str, Any], source: str | None, progress: LoadProgress, planned: LoadPlan
-    ) -> LLM:
-        """Load a model whose preset was not usable when the server started."""
-        section = read_presets(arguments.presets).get(name, section)  # its files may be there now
-        usable = preset(name, section, is_again=True)
-        return usable.load(usable.source, progress, planned)
-
-    def options_of(name: str, section: Mapping[str, Any]) -> tuple[Loader, int | None]:
-        model_arguments = arguments_of(name, section)
-        return _loader(model_arguments, stats)[1], model_arguments.context
-
+    presets = _Presets(as_given, settings, stats)
     requested: list[dict[str, Any]] = [{"model": name} for name in arguments.models]
     requested += [vars(arguments) | {"model": name, "download": True} for name in arguments.downloads]
     served = dict[str, str | Preset | None]()
     for request in requested:
-        section = presets.get(request["model"]) or ollama_preset(request["model"])
-        served |= (
-            sources([request], settings) if section is None else {request["model"]: preset(request["model"], section)}
-        )
+        name = request["model"]
+        section = presets.sections.get(name) or ollama_preset(name)
+        served |= sources([request], settings) if section is None else {name: presets.model(name, section)}
     if not requested:
-        served |= {name: preset(name, section) for name, section in presets.items()}
+        served |= {name: presets.model(name, section) for name, section in presets.sections.items()}
         if arguments.presets is None:
             served |= {name: source for name, source in sources([], settings).items() if name not in served}
-            served |= _ollama(presets, options_of, load)
+            served |= _ollama(presets.sections, presets.options_of, load)
     models = Models(
         served,
         load,
@@ -227,7 +186,60 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         steering=_steering(arguments),
         log=(lambda line: None) if arguments.quiet else say,
     )
-    return models, bool(requested or presets)
+    return models, bool(requested or presets.sections)
+
+
+class _Presets:
+    """The sections of a presets file, and the models that they describe."""
+
+    def __init__(self, arguments: argparse.Namespace, settings: Settings, stats: Stats) -> None:
+        """``arguments``: the command line, without settings and presets."""
+        self.sections = read_presets(arguments.presets)
+        self._arguments, self._settings, self._stats = arguments, settings, stats
+
+    def model(self, name: str, section: Mapping[str, Any], *, is_again: bool = False) -> Preset:
+        """Return a model.  A faulty section is reported, and read again when the model is requested."""
+        from localllm.server.models import Preset
+
+        listed = dict[str, Any]()
+        try:
+            arguments = self._arguments_of(name, section)
+            listed |= {
+                "ttl_s": arguments.ttl,
+                "aliases": _split_commas(arguments.aliases),
+                "tags": _split_commas(arguments.tags),
+                "system": section.get("system", ""),
+                "group": section.get("group"),
+            }
+            chat_template(arguments)
+            _, load = _loader(arguments, self._stats)
+            listed |= {"context": arguments.context, "has_media_file": arguments.mmproj is not None}
+            (source,) = sources([{"model": section["model"]}], self._settings).values()
+        except LocalLLMError as error:
+            if is_again or len(self.sections) == 1:
+                raise
+            warn(f"the model {name} is not available: {error}")
+            return Preset(str(section["model"]), partial(self._load_again, name, section), **listed)
+        return Preset(source, load, adapters=_adapters(arguments), **listed)
+
+    def options_of(self, name: str, section: Mapping[str, Any]) -> tuple[Loader, int | None]:
+        """Return a function that loads a model, and its context."""
+        arguments = self._arguments_of(name, section)
+        return _loader(arguments, self._stats)[1], arguments.context
+
+    def _arguments_of(self, name: str, section: Mapping[str, Any]) -> argparse.Namespace:
+        arguments = deepcopy(self._arguments)
+        arguments.aliases, arguments.tags, arguments.ttl = [], [], None
+        apply_preset(parser_of("serve"), arguments, section, name)
+        return arguments
+
+    def _load_again(
+        self, name: str, section: Mapping[str, Any], source: str | None, progress: LoadProgress, planned: LoadPlan
+    ) -> LLM:
+        """Load a model whose section was faulty when the server started: its files may be there now."""
+        section = read_presets(self._arguments.presets).get(name, section)
+        usable = self.model(name, section, is_again=True)
+        return usable.load(usable.source, progress, planned)
 
 
 def _steering(arguments: argparse.Namespace) -> dict[str, Steering]:
