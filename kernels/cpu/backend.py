@@ -44,8 +44,7 @@ from localllm.kernels.graph import Graph, Value
 
 #: Steps of at most this many tokens are limited by reading the weights, longer steps by multiplying them.
 FEW_TOKENS = 4
-#: Threads wait for each other often in steps of at most this many tokens.  In longer steps, threads with a core take
-#: the work of threads without one.
+#: Steps of at most this many tokens take milliseconds: the number of threads is judged by several of them.
 SHORT_STEP = 32
 
 
@@ -54,10 +53,9 @@ class CPUBackend(Backend):
 
     Steps with many tokens are limited by multiplication and use all ``threads``; defaults to one thread per physical
     core that this process may use.  Steps with few tokens are limited by memory bandwidth and use ``decode_threads``,
-    as chosen by `localllm.kernels.cpu.thread_choice`.  While other programs use the processors, ``limit`` lowers the
-    number of decoding threads, and ``batch_limit`` the number of threads in steps of up to `SHORT_STEP` tokens.
-    ``isa`` is the name of the instruction set; defaults to the best supported instruction set.  ``progress``
-    is called with (kernels compiled, kernels to compile) if some kernels are not in the cache yet.
+    as chosen by `localllm.kernels.cpu.thread_choice`.  While other programs use the processors, steps use fewer
+    threads if that is faster.  ``isa`` is the name of the instruction set; defaults to the best supported instruction
+    set.  ``progress`` is called with (kernels compiled, kernels to compile) if some kernels are not in the cache yet.
     """
 
     name = "cpu"
@@ -77,7 +75,6 @@ class CPUBackend(Backend):
         else:
             self.decode_threads = threads = _checked_threads(threads)
         self.workers, self.caller = Workers(threads), Workers(1)
-        self.limit, self.batch_limit = ThreadLimit(self.decode_threads), ThreadLimit(threads)
         self.kernel_progress = progress
         self.loader = CPUWeightLoader(self.workers, self.target, progress)
         #: Caches of loaded graphs, for graphs that share them.
@@ -167,6 +164,9 @@ class CPUStep(Step):
         self._added = [(op, y.rows(arena)) for op, y in lowered.filled_by(ops.AddRows)]
         self._inputs = [(op, y.rows(arena)) for op, y in lowered.filled_by(ops.Input)]
         self._n_joined = lowered.n_joined
+        threads = backend.workers.n
+        self.limit, self._batch_limit = ThreadLimit(backend.decode_threads), ThreadLimit(threads)
+        self._prompt_limit = ThreadLimit.of_long_steps(threads)
         self._arena, self._watched, self._edits = arena, lowered.watched, lowered.edits
         self._n_instructions = len(lowered.instructions)
         self._result, self._of_tokens = lowered.result.rows(arena), lowered.result.slot == N_TOKENS
@@ -194,17 +194,22 @@ class CPUStep(Step):
         if n_tokens * self._n_products < backend.small_step:
             workers.wait_until_idle()
             workers = backend.caller
-        limit = None
-        if n_tokens <= SHORT_STEP and workers is backend.workers:
-            limit = backend.limit if n_tokens <= FEW_TOKENS else backend.batch_limit
+        limit = self._limit(n_tokens) if workers is backend.workers else None
         threads = None if limit is None else limit.now
         if self._edits:
             self._run_with_edits(workers, batch, hidden, threads)
             return self._output(batch)
+        begin = time.perf_counter()
         lost = self._program.run(workers, before=lambda: self._fill(batch, hidden), threads=threads)
         if limit is not None and (self.pool is None or not self.pool.has_waited):
-            limit.record(lost)
+            limit.record(lost, (time.perf_counter() - begin) / n_tokens)
         return self._output(batch)
+
+    def _limit(self, n_tokens: int) -> ThreadLimit:
+        """Return the limit of threads in steps of a number of tokens."""
+        if n_tokens <= FEW_TOKENS:
+            return self.limit
+        return self._batch_limit if n_tokens <= SHORT_STEP else self._prompt_limit
 
     def _run_with_edits(self, workers: Workers, batch: Batch, hidden: Output | None, threads: int | None) -> None:
         """Run the program, and let the host change rows at the points of its edits."""

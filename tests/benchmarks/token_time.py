@@ -70,9 +70,9 @@ def measure(path: str | None, threads: int | None) -> list[str]:
             workers = backend.caller if step._n_products < backend.small_step else backend.workers
             table = program._table
             no_work = program._call_of(0, len(table), stop=0)
-            job = Job(program._entry, no_work.ctypes.data, keep=no_work, threads=backend.limit.now)
+            job = Job(program._entry, no_work.ctypes.data, keep=no_work, threads=step.limit.now)
             calls = best(lambda: workers.run(job))
-            whole = best(lambda: program.run(workers, threads=backend.limit.now))
+            whole = best(lambda: program.run(workers, threads=step.limit.now))
             filled = best(lambda: step._fill(batch, None))
             n_waits = int(table[:, 4].sum()) if workers.n > 1 else 0
             name = llm.info.title[:24]

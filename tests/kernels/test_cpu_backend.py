@@ -153,7 +153,7 @@ def test_pages_hold_transposed_keys_and_rows_of_values(ops: CPUOps) -> None:
 def test_steps_of_few_tokens_use_the_threads_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     own = CPUOps(threads=3)
     own.backend.small_step = 0
-    own.backend.limit = ThreadLimit(2)
+    own.backend.decode_threads = 2
     monkeypatch.setattr(ThreadLimit, "record", lambda *_: None)  # independent of other load on the machine
     taken: list[int | None] = []
     original = Workers.run
@@ -167,7 +167,7 @@ def test_steps_of_few_tokens_use_the_threads_of_decoding(monkeypatch: pytest.Mon
     sizes = (1, few, few + 1, SHORT_STEP + 1)
     expected = [run(own, forward, one_sequence(n)) for n in sizes]
     monkeypatch.setattr(Workers, "run", watched)
-    for n, threads, logits in zip(sizes, (2, 2, 3, None), expected, strict=True):
+    for n, threads, logits in zip(sizes, (2, 2, 3, 3), expected, strict=True):
         taken.clear()
         np.testing.assert_array_equal(run(own, forward, one_sequence(n)), logits)
         assert taken[-1] == threads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import cache
 
 from localllm.chat.calls.declaration import CallFormat, PythonArguments, TaggedArguments
 from localllm.chat.calls.formats import ENDS, FORMATS, TAGGED, TAGS
@@ -69,13 +70,19 @@ def _head(format_: CallFormat, end: str) -> str:
     return pattern + (r"(?=\()" if has_parentheses else rf"(?=\{{|{end})")
 
 
-def _heads(end: str) -> list[re.Pattern[str]]:
+@cache
+def head_patterns(*, at_end: bool = False) -> tuple[re.Pattern[str], ...]:
+    """Return patterns of calls up to their arguments, other than JSON objects.
+
+    Compiling them takes 10 ms, and most programs read no call.
+
+    Args:
+        at_end: whether the reply has ended.
+    """
     formats = [format_ for format_ in FORMATS.values() if not format_.is_bare and not format_.head.startswith('{"')]
-    return [re.compile(pattern) for pattern in dict.fromkeys(_head(format_, end) for format_ in formats)]
+    end = FOLLOWING + r"|\Z" if at_end else FOLLOWING
+    return tuple(re.compile(pattern) for pattern in dict.fromkeys(_head(format_, end) for format_ in formats))
 
-
-#: Patterns of calls up to their arguments, other than JSON objects: while a reply arrives, and after its end.
-HEADS, HEADS_AT_END = _heads(FOLLOWING), _heads(FOLLOWING + r"|\Z")
 
 #: A call that is only a name.
 NAME_ALONE = re.compile(rf"\s*(?P<name>[A-Za-z_][\w.:/-]{{0,255}}+)(?<=\w)(?=[\s\]]*(?:{FOLLOWING}))")
@@ -111,5 +118,7 @@ def _key(arguments: TaggedArguments) -> re.Pattern[str]:
     )
 
 
-#: Patterns up to an argument's value, by their first tag.
-KEYS = {tag: _key(arguments) for tag, arguments in TAGGED.items()}
+@cache
+def key_patterns() -> dict[str, re.Pattern[str]]:
+    """Return the patterns up to an argument's value, by their first tag."""
+    return {tag: _key(arguments) for tag, arguments in TAGGED.items()}

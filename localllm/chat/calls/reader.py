@@ -121,8 +121,8 @@ class CallReader:
                     continue
                 source.at = at
                 return None
-            heads = patterns.HEADS_AT_END if source.is_whole and not source.is_cut else patterns.HEADS
-            head = next(filter(None, (head.match(text, at) for head in heads)), None) or self._name_alone(at)
+            found = patterns.head_patterns(at_end=source.is_whole and not source.is_cut)
+            head = next(filter(None, (head.match(text, at) for head in found)), None) or self._name_alone(at)
             if head is not None:
                 return head
             is_closing = has_call and any(tag.startswith(following) for tag in (closing, *ENDS))

@@ -8,7 +8,7 @@ from functools import cache
 
 from localllm.chat.calls.formats import BEGINNINGS, ENDS, TAGGED, TAGS
 from localllm.chat.calls.json_text import PARTIAL_WORD, repaired
-from localllm.chat.calls.patterns import HEADS, KEYS
+from localllm.chat.calls.patterns import head_patterns, key_patterns
 from localllm.chat.calls.source import TOO_DEEP, Call, CallSource, MalformedError, Reading
 from localllm.chat.thinking import n_open
 from localllm.nesting import MAX_CALL_NESTING
@@ -29,13 +29,15 @@ def read_tagged(source: CallSource, call: Call, closing: str) -> Reading:
     while True:
         source.skip_space()
         text, at = source.text, source.at
-        tag = next((tag for tag, key in KEYS.items() if key.match(text, at)), "")
+        tag = next((tag for tag, key in key_patterns().items() if key.match(text, at)), "")
         if tag:
             yield from _Value(source, call, tag, closing, names).read()
             continue
         if text.startswith(ends, at):
             break
-        may_continue = any(tag_start.startswith(text[at : at + len(tag_start)]) for tag_start in (*KEYS, *ends))
+        may_continue = any(
+            tag_start.startswith(text[at : at + len(tag_start)]) for tag_start in (*key_patterns(), *ends)
+        )
         if may_continue and len(text) - at < _LONGEST_TAG and (yield from source.wait()):
             continue
         if source.is_cut and may_continue:
@@ -66,7 +68,7 @@ class _Value:
     """
 
     def __init__(self, source: CallSource, call: Call, tag: str, closing: str, names: set[str]) -> None:
-        key = KEYS[tag].match(source.text, source.at)
+        key = key_patterns()[tag].match(source.text, source.at)
         assert key is not None
         source.take(len(key[0]))
         self._source, self._call, self._tag = source, call, tag
@@ -192,7 +194,7 @@ class _Value:
         if mark.lastgroup == "call_end":
             return _any_begins(following, tuple((beginning,) for beginning in BEGINNINGS))
         if mark.lastgroup == "key":
-            key = KEYS[self._tag].match(text, mark.start(), mark.end() + _LONGEST_TAG)
+            key = key_patterns()[self._tag].match(text, mark.start(), mark.end() + _LONGEST_TAG)
             if key is None:
                 last_tag = ">" if "=" in self._arguments.begin else self._arguments.begin.strip().rpartition("<")[2]
                 return None if len(following) < _LONGEST_TAG and last_tag not in following else False
@@ -200,7 +202,7 @@ class _Value:
             is_possible = name in names if names else text[mark.start() - 1 : mark.start()] == "\n"
             return is_possible and name not in self._names
         if mark.lastgroup == "opening" and self._tentative is not None:
-            if any(head.match(following.lstrip()) for head in HEADS):
+            if any(head.match(following.lstrip()) for head in head_patterns()):
                 return True
             return None if len(following) < _LONGEST_TAG and not self._source.is_whole else False
         return False
