@@ -44,7 +44,7 @@ from localllm.kernels.graph import Graph, Value
 
 #: Steps of at most this many tokens are limited by reading the weights, longer steps by multiplying them.
 FEW_TOKENS = 4
-#: Steps of at most this many tokens take milliseconds: the number of threads is judged by several of them.
+#: Steps of at most this many tokens take milliseconds: a single step does not show how fast a number of threads is.
 SHORT_STEP = 32
 
 

@@ -1,7 +1,7 @@
 """Limit of threads in a step while other programs use the processors.
 
 A step has hundreds of barriers, and at each one all threads wait for the last. If another program takes a thread's
-core, the other threads wait until the thread runs again. That takes milliseconds, in which they could do its share
+core, the other threads wait until the thread runs again. That takes milliseconds, enough time to do its share
 themselves. But if every core has other work, each additional thread gets the process more time.
 """
 
@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 #: Lost time of a step that is always allowed: threads wait a little even on an idle machine.
-IDLE_LOST = 0.2
+IDLE_LOST = 0.3
 #: Seconds until the first trial, and the maximum between trials: each failed trial doubles the time.
 FIRST_TRIAL_S, LAST_TRIAL_S = 0.2, 3.0
 #: Most seconds of a step with fewer threads, relative to more threads: several numbers may be equally slow.
@@ -27,7 +27,7 @@ class ThreadLimit:
     Attributes:
         most: maximum number of threads.
         newest: weight of the last step in the moving averages.
-        trial_steps: steps of a trial. A trial ends early if its steps take longer than so many steps did before.
+        trial_steps: steps of a trial. A trial ends early if it takes longer than ``trial_steps`` steps took before.
         now: the number of threads that the next step uses.
     """
 
