@@ -26,7 +26,17 @@ from localllm.kernels.backend import Batch, Cache, Output, PackedWeight, Step, T
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cuda.attention import work_of_batch, work_of_bucket
 from localllm.kernels.cuda.cache import PAGE
-from localllm.kernels.cuda.calls import BUCKETS, N_OUTPUTS, N_TOKENS, DeviceRows, EditCall, Extent, KernelCall, phases
+from localllm.kernels.cuda.calls import (
+    BUCKETS,
+    N_OUTPUTS,
+    N_TOKENS,
+    DeviceRows,
+    EditCall,
+    Extent,
+    KernelCall,
+    StepLimits,
+    phases,
+)
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Launch, Stream
 from localllm.kernels.cuda.lowering import MAX_TOP_K, CUDALowered
 from localllm.kernels.embedding import NgramRows
@@ -231,7 +241,7 @@ class CUDAStep(Step):
         for ngrams, into in self._ngrams:
             self._upload_rows(ngrams.rows(batch, limits.cache.host_states[ngrams.op.state]), into, slot)
         driver.record(slot.event, self.stream)
-        return (replace(self._bucket(batch) or self._whole(batch), has_embedded=len(batch.embedded) > 0),)
+        return (replace(extent_of(self.limits, batch), has_embedded=len(batch.embedded) > 0),)
 
     @property
     def chooses_ahead(self) -> bool:
@@ -326,41 +336,13 @@ class CUDAStep(Step):
         """Return a graph of some of the calls, for an extent."""
         return self._captured(self.loaded(calls, extent))
 
-    def _bucket(self, batch: Batch) -> Extent | None:
-        """Return the extent of the bucket that a batch fits; None if it fits no bucket."""
-        n = max(len(batch.ids), len(batch.outputs))
-        bucket = next((b for b in BUCKETS if n <= b), None)
-        if bucket is None:
-            return None
-        longest, most = SHORTEST, max(1, self.cache.n_pages[0]) * PAGE
-        while longest < int(batch.kv_lengths.max()):
-            longest *= 2
-        return self._bucket_extent(bucket, min(longest, most))
-
-    def _bucket_extent(self, bucket: int, longest: int) -> Extent | None:
-        limits = self.limits
-        work = limits.bucket_work(bucket, longest)
-        if work is None:
-            return None
-        return limits.extent(min(bucket, limits.max_tokens), min(bucket, limits.max_outputs), work)
-
-    def _whole(self, batch: Batch) -> Extent:
-        """Return the extent of a batch with many tokens, or with a long cache."""
-        limits = self.limits
-        sequences = [(stop - start, length) for start, stop, length in batch.sequences()]
-        work = tuple(
-            (kind, work_of_batch(sequences, kind.heads, kind.variant, limits.usable_partial_bytes))
-            for kind in limits.kinds
-        )
-        return limits.extent(_rounded(len(batch.ids)), _rounded(len(batch.outputs)), work)
-
     # -- Launching -------------------------------------------------------------------------------------------------
 
     def compile_kernels(self, progress: CompileProgress | None) -> None:
         """Compile the kernels for batches of all sizes, so that no batch waits for compilation."""
         limits, modules = self.limits, dict[str, tuple[str, Defines]]()
         longest = min(SHORTEST, max(1, self.cache.n_pages[0]) * PAGE)
-        extents = [self._bucket_extent(bucket, longest) for bucket in BUCKETS if bucket <= 2 * limits.max_tokens]
+        extents = [_bucket_extent(limits, bucket, longest) for bucket in BUCKETS if bucket <= 2 * limits.max_tokens]
         if first := extents[0]:
             large = [n for n in _LARGE if n <= limits.max_tokens]
             extents += [limits.extent(n, min(n, limits.max_outputs), first.attention) for n in large]
@@ -452,6 +434,31 @@ def graph_bytes(lowered: CUDALowered | CUDAStep) -> int:
     """Return the device memory of the maximum number of graphs, for one token (prompts have more nodes)."""
     work = tuple((kind, work_of_bucket(1, 1, kind.heads)) for kind in lowered.limits.kinds)
     return _MAX_GRAPHS * NODE_BYTES * len(_launches(lowered.calls, lowered.limits.extent(1, 1, work)))
+
+
+def extent_of(limits: StepLimits, batch: Batch) -> Extent:
+    """Return the maximum sizes of a batch's launches: those of the bucket that the batch fits, if there is one."""
+    n = max(len(batch.ids), len(batch.outputs))
+    if (bucket := next((b for b in BUCKETS if n <= b), None)) is not None:
+        longest, most = SHORTEST, max(1, limits.cache.n_pages[0]) * PAGE
+        while longest < int(batch.kv_lengths.max()):
+            longest *= 2
+        if (extent := _bucket_extent(limits, bucket, min(longest, most))) is not None:
+            return extent
+    # A batch with many tokens, or with a long cache.
+    sequences = [(stop - start, length) for start, stop, length in batch.sequences()]
+    work = tuple(
+        (kind, work_of_batch(sequences, kind.heads, kind.variant, limits.usable_partial_bytes))
+        for kind in limits.kinds
+    )
+    return limits.extent(_rounded(len(batch.ids)), _rounded(len(batch.outputs)), work)
+
+
+def _bucket_extent(limits: StepLimits, bucket: int, longest: int) -> Extent | None:
+    work = limits.bucket_work(bucket, longest)
+    if work is None:
+        return None
+    return limits.extent(min(bucket, limits.max_tokens), min(bucket, limits.max_outputs), work)
 
 
 def _rounded(n: int) -> int:

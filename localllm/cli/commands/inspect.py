@@ -128,6 +128,8 @@ def speed_lines(speed: Mapping[str, Any]) -> Iterator[str]:
     rates = (f"{rounded(x['tokens_per_s'])} after {x['depth']:,}" for x in speed["decode"])
     if speed["decode"]:
         yield detail("generation", f"about {', '.join(rates)} tokens")
+    if not speed["kernels_measured"]:
+        yield detail("", "a prediction from the GPU's speed of copies and products; no kernel was timed")
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:

@@ -4,20 +4,15 @@
     python -m tests.benchmarks.gpu.predict --calls    a decoded token, a prompt and a token of a mixture by call:
                                                       launches, bytes, times
 
-The launches are from Llama 3 8B in Q4_K_M after lowering; only their times are modelled.  A launch takes the gap
-before it, a latency of memory, and the longest of three times: its bytes at the speed of copies, its products at the
-rate of the tensor cores, its instructions at the rate of the schedulers.  The prediction is too optimistic, because
-it omits the last wave of blocks (except for products of prompts), weights and keys that are read again from the
-second-level cache, the exponentials of attention, and stalls of the schedulers.
+The launches are from Llama 3 8B in Q4_K_M after lowering; only their times are modelled, by
+`localllm.kernels.cuda.prediction`.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,12 +22,12 @@ from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.backend import Batch
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cache import PAGE, CUDACache
-from localllm.kernels.cuda.calls import BatchSizes, Extent, StepLimits
+from localllm.kernels.cuda.calls import BatchSizes, StepLimits
 from localllm.kernels.cuda.driver import DeviceProperties, Driver
 from localllm.kernels.cuda.lowering import CUDALowered, CUDALowering
 from localllm.kernels.cuda.matmul import ProductLimits
-from localllm.kernels.cuda.row_split import Barrier, Exchange, ShardLowering
-from localllm.kernels.cuda.step import CUDAStep
+from localllm.kernels.cuda.prediction import HANDOVER, CallCost, DeviceRates, predicted
+from localllm.kernels.cuda.row_split import Exchange, ShardLowering
 from localllm.kernels.cuda.weights import CUDAPackedWeights, CUDAWeightLoader
 from localllm.kernels.shards import shard
 from localllm.kernels.split import MICRO_BATCH
@@ -44,23 +39,6 @@ from tests.helpers.weights import Tensor
 
 MAX_TOKENS = CUDABackend.step_tokens
 
-#: Seconds between two kernels of a graph.  Kernels of 2.9 us took 3.4 us each in a graph on a V100 (A. Gray, "Getting
-#: Started with CUDA Graphs", NVIDIA, 2019); `tests.benchmarks.gpu` measures it, in the section ceilings.
-GAP = 0.5e-6
-#: Latency of a load that no cache serves, as in matvec.cu; still to be measured.
-LATENCY = 0.7e-6
-#: Estimated seconds to move hidden states to another GPU over PCIe: an event, a copy and a wait.
-HANDOVER = 15e-6
-#: Estimated seconds that synchronising all devices takes in a graph over several devices.
-MEET = 5e-6
-#: Warp instructions for 32 rows and 32 columns of weights: in matvec per token and per unpacking, in other kernels
-#: per 8 tokens.  They include loops and were counted in the SASS for sm_90 (by nvdisasm): matmul in tiles of 128
-#: tokens for Q4_K and 64 for Q6_K, matmul_few in tiles of 8.
-TOKEN, UNPACK = 8 + 3 + 3, {"Q4_K": 12, "Q6_K": 24}
-EIGHT_TOKENS = {"matmul": {"Q4_K": 46, "Q6_K": 85}, "matmul_few": {"Q4_K": 106, "Q6_K": 153}}
-#: Largest number of operations of attention per clock and multiprocessor: 4 * 128 * 64 for each of 16 rows in 1,100
-#: warp instructions (SASS for sm_90, heads of 128 values in F16, including merges and masks).
-ATTENTION = 4 * 4 * 128 * 64 * 16 / 1100
 #: Qwen3 30B A3B with half of its query heads; number of experts, experts per token, and their width.
 SPARSE = replace(SHAPES["llama-8b"], n_layers=48, n_embd=2048, n_heads=16, n_kv_heads=4, n_vocab=151_936)
 MIXTURE = 128, 8, 768
@@ -73,25 +51,29 @@ class Card:
     """A GPU.
 
     Attributes:
-        copy: speed of copies in bytes per second, read and written.
-        clock: frequency of the multiprocessors, which start four warp instructions per period.
-        rates: operations per second of mma.sync.
         peak: int8 operations per second of the tensor cores, dense, from the data sheet.
-        link: bytes per second to another GPU, in one direction.
         decode_aim: goal for one sequence, as a share of the speed of copies.
     """
 
     properties: DeviceProperties
-    copy: float
-    clock: float
-    rates: dict[str, float]
+    rates: DeviceRates
     peak: float
-    link: float
     decode_aim: float
 
 
-def _card(name: str, capability: tuple[int, int], n: int, gb: int, shared: int, **rest: Any) -> Card:
-    return Card(DeviceProperties(name, capability, n, gb << 30, shared << 10, ""), **rest)
+def _card(
+    name: str,
+    capability: tuple[int, int],
+    n: int,
+    gb: int,
+    shared: int,
+    *,
+    peak: float,
+    decode_aim: float,
+    **rates: Any,
+) -> Card:
+    properties = DeviceProperties(name, capability, n, gb << 30, shared << 10, "")
+    return Card(properties, DeviceRates(**rates), peak, decode_aim)
 
 
 CARDS = (
@@ -100,12 +82,12 @@ CARDS = (
     # (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", 2024).
     # NVLink 4 moves 450 GB/s one way, by the data sheet.
     _card("H100", (9, 0), 132, 80, 227, copy=3.0e12, clock=1.755e9,
-          rates={"int8": 0.62 * 1979e12, "f16": 0.62 * 989e12}, peak=1979e12, link=450e9, decode_aim=0.8),
+          products={"int8": 0.62 * 1979e12, "f16": 0.62 * 989e12}, peak=1979e12, link=450e9, decode_aim=0.8),
     # NVIDIA's whitepaper of Ada: 128 multiprocessors at 2.52 GHz, 1,008 GB/s, 660.6 int8 and 165.2 f16 with sums of
     # float32, dense.  That copies move 92% of the bandwidth is a guess, and so is that the way through the host, with
     # no peers, moves 12 GB/s over PCIe 4.
     _card("RTX 4090", (8, 9), 128, 24, 99, copy=0.92 * 1008e9, clock=2.52e9,
-          rates={"int8": 660.6e12, "f16": 165.2e12}, peak=660.6e12, link=12e9, decode_aim=0.88),
+          products={"int8": 660.6e12, "f16": 165.2e12}, peak=660.6e12, link=12e9, decode_aim=0.88),
 )  # fmt: skip
 
 
@@ -147,25 +129,13 @@ def _weight(*shape: int) -> Tensor:
     return Tensor(type, shape, np.empty(0, np.uint8), name)
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Cost of calls; ``waits`` is the part of the seconds for gaps and latencies."""
-
-    n_launches: int = 0
-    n_bytes: float = 0.0
-    waits: float = 0.0
-    seconds: float = 0.0
-
-    def __add__(self, other: Taken) -> Taken:
-        return Taken(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def row(self, name: str) -> Row:
-        times = {"gaps and latencies, us": 1e6 * self.waits, "us": 1e6 * self.seconds}
-        return {"call": name, "launches": self.n_launches, "MB": self.n_bytes / 1e6, **times}
+def row(name: str, cost: CallCost) -> Row:
+    times = {"gaps and latencies, us": 1e6 * cost.waits, "us": 1e6 * cost.seconds}
+    return {"call": name, "launches": cost.n_launches, "MB": cost.n_bytes / 1e6, **times}
 
 
-def total(calls: Mapping[str, Taken]) -> Taken:
-    return sum(calls.values(), Taken())
+def total(calls: Mapping[str, CallCost]) -> CallCost:
+    return sum(calls.values(), CallCost())
 
 
 class Model:
@@ -192,12 +162,10 @@ class Model:
             else ShardLowering(graph, weights, steps, exchanges, 0, ())
         )
         self.lowered: CUDALowered = lowering.lower()
-        self.step = CUDAStep.__new__(CUDAStep)  # launches no kernel, only extents are used
-        self.step.limits, self.step.cache = self.lowered.limits, cache
         token = BatchSizes(1, 1, ((1, 1),))  # one token reads all weights
         self.n_bytes = cache.n_bytes + sum(call.cost(token).n_bytes for call in self.lowered.calls)
 
-    def predict(self, n_sequences: int, n: int, length: int) -> dict[str, Taken]:
+    def predict(self, n_sequences: int, n: int, length: int) -> dict[str, CallCost]:
         """Return the cost of a step with ``n`` tokens per sequence, at the end of ``length`` tokens."""
         past, n_tokens = np.arange(length - n, length, dtype=np.int32), n * n_sequences
         batch = Batch(
@@ -209,40 +177,7 @@ class Model:
             outputs=np.arange(n_sequences, dtype=np.int32),
             states=np.arange(n_sequences, dtype=np.int32),
         )
-        extent = replace(self.step._bucket(batch) or self.step._whole(batch), top_k=1)
-        sizes = BatchSizes.of(batch)
-        found = defaultdict[str, Taken](Taken)
-        for name, n_launches, n_bytes, seconds in self._calls(extent, sizes):
-            waits = n_launches * (GAP + LATENCY)
-            found[name] += Taken(n_launches, n_bytes, waits, waits + seconds)
-        return found
-
-    def _calls(self, extent: Extent, sizes: BatchSizes) -> Iterator[tuple[str, int, float, float]]:
-        """Yield name, launches, bytes, and seconds without gaps and latencies of each call."""
-        card, lowered = self.card, self.lowered
-        for call in lowered.calls:
-            launches, cost = list(call.launches(extent)), call.cost(sizes)
-            if isinstance(call, Barrier):  # the following launches read the exchanged sums
-                yield call.name, 0, 0.0, MEET + cost.n_bytes / card.link
-            if not (kernels := [launch.kernel for launch in launches]):
-                continue
-            seconds, is_lanes = cost.n_bytes / card.copy, kernels[0].startswith("matvec")
-            clocks = card.properties.n_multiprocessors * card.clock
-            if cost.kind is not None and not is_lanes:
-                rate = card.rates[cost.kind]
-                rate = min(rate, ATTENTION * clocks) if call.name == "attention" else rate
-                seconds = max(seconds, cost.n_operations / rate)
-            if cost.kind == "int8":
-                format = call.name.removesuffix(" + add").split()[-1].split("+")[0]  # the format with the most rows
-                n = sizes.n_outputs if lowered.result in call.operands else sizes.n_tokens
-                few = "matmul_few" if "few" in kernels[0] else "matmul"
-                each = n * TOKEN + UNPACK[format] if is_lanes else -(-n // 8) * EIGHT_TOKENS[few][format]
-                instructions = cost.n_operations / (2 * n * 32 * 32) * each
-                seconds = max(seconds, instructions / (4 * clocks))
-            if kernels[0] == "matmul":  # a multiprocessor runs one block at a time; in the last wave, some are idle
-                blocks, n = [math.prod(launch.grid) for launch in launches], card.properties.n_multiprocessors
-                seconds *= sum(-(-each // n) * n for each in blocks) / sum(blocks)
-            yield call.name, len(kernels), cost.n_bytes, seconds
+        return predicted(self.lowered, batch, self.card.properties, self.card.rates)
 
 
 def decode(card: Card, n_sequences: int, depth: int, n_gpus: int, *, rows: bool = False) -> Row:
@@ -253,7 +188,7 @@ def decode(card: Card, n_sequences: int, depth: int, n_gpus: int, *, rows: bool 
         return {**row, "tok/s": "does not fit"}
     calls = model.predict(n_sequences, 1, depth + 1)
     seconds = total(calls).seconds + (0 if rows else (n_gpus - 1) * HANDOVER)
-    share = total(calls).n_bytes / card.copy / seconds / (1 if rows else n_gpus)
+    share = total(calls).n_bytes / card.rates.copy / seconds / (1 if rows else n_gpus)
     aim = card.decode_aim if n_sequences == n_gpus == 1 else None
     return row | _found(n_sequences / seconds, total(calls).n_launches, share, "copies", aim)
 
@@ -302,7 +237,7 @@ def main() -> None:
             calls = Model(card, 1, MAX_TOKENS, mixture=mixture).predict(1, n, MAX_TOKENS)
             took, of = 1e6 * total(calls).seconds, ", with experts" if mixture else ""
             print(f"\n{card.properties.name}{of}, {n} tokens up to {MAX_TOKENS}: {took:,.0f} us\n")
-            print(table([taken.row(name) for name, taken in calls.items()]))
+            print(table([row(*call) for call in calls.items()]))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from localllm.errors import DeviceError, KernelError
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.module import flat_source
+from localllm.kernels.cuda.prediction import DeviceRates
 from localllm.kernels.cuda.roofline import CHAINS, KINDS, PERIOD, CUDARoofline, Kind, Stopwatch, operands
 from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
@@ -117,3 +118,10 @@ def test_a_stopwatch_takes_the_median() -> None:
 
     assert Stopwatch(driver, stream, repetitions=5).seconds(work) == pytest.approx(4e-6)
     assert next(lengths, None) is None
+
+
+def test_a_prediction_takes_the_rates_of_all_kinds(roofline: CUDARoofline) -> None:
+    rates = DeviceRates.measured(roofline)
+    assert rates.copy > 0
+    assert set(rates.products) == set(roofline.kinds)
+    assert min(rates.products.values()) > 0

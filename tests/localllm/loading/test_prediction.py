@@ -19,10 +19,14 @@ from localllm.console import rounded
 from localllm.kernels.cpu import rates
 from localllm.kernels.cpu.costs import costs
 from localllm.kernels.cpu.rates import Rate
+from localllm.kernels.cuda import cupy_driver, installation
+from localllm.kernels.cuda.prediction import GAP, HANDOVER, LATENCY, DeviceRates
+from localllm.kernels.cuda.roofline import KINDS
 from localllm.loading import prediction
 from localllm.loading.load import plan_file
 from localllm.loading.prediction import PYTHON_S, Predictor
 from localllm.options.declared import LoadOptions
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers.command_line import run_main
 from tests.helpers.gguf_writer import write_gguf as write_file
 from tests.helpers.tiny_models import tiny_gguf
@@ -108,11 +112,50 @@ def test_experts_in_the_file_cost_the_time_of_reading_them(tmp_path: Path) -> No
     assert replace(model, disk=1e15).step_s(60, 0) == whole.step_s(60, 0)
 
 
-def test_only_models_on_the_cpu_are_predicted(path: Path) -> None:
+def test_the_reference_is_not_predicted(path: Path) -> None:
     placement = plan_file(LoadOptions(path=path, device="reference")).placement
     assert Predictor.of(path, placement) is None
-    groups = tuple(replace(group, device="cuda:0") for group in placement.groups)
-    assert Predictor.of(path, replace(placement, groups=groups)) is None
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, with rates that make each launch of a tiny model take only its waits."""
+    driver = EmulatedDriver(2)
+    monkeypatch.setattr(installation, "driver_cuda", lambda: (13, 0))
+    monkeypatch.setattr(cupy_driver, "open_driver", lambda: driver)
+    rates = DeviceRates(1e18, dict.fromkeys(KINDS, 1e30))
+    monkeypatch.setattr(DeviceRates, "measured", lambda roofline: rates)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_step_on_gpus_is_the_sum_of_its_launches(path: Path) -> None:
+    options: dict[str, Any] = {"context": 1024, "threads": 2}
+    times = []
+    split: dict[str, Any] = {"device": "cuda", "tensor_split": (1, 1)}
+    for more in ({"device": "cuda:0"}, split, {"device": "cuda:0", "n_gpu_layers": 1}):
+        placement = plan_file(LoadOptions(path=path, **options, **more)).placement
+        model = Predictor.of(path, placement, threads=2)
+        assert model is not None
+        times.append(seconds(model.step_s(1, 0)))
+        for part in model.parts:
+            assert isinstance(part, prediction._GPUPart) == (part is not model.parts[0] or len(times) < 3)
+    one, two, with_cpu = times
+    n_launches = round((one - HANDOVER) / (GAP + LATENCY))
+    assert one == pytest.approx(HANDOVER + n_launches * (GAP + LATENCY))
+    assert n_launches > 10
+    assert two == pytest.approx(one + HANDOVER, rel=0.1)
+    assert with_cpu != two
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_plan_says_that_no_kernel_of_a_gpu_was_timed(
+    path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    shown = run_main(capfdbinary, "inspect", path, "--plan", "--device", "cuda:0").out.splitlines()
+    assert "no kernel was timed" in shown[-1]
+    assert re.search(r"generation +about [\d,.]+ after 0, [\d,.]+ after 4,096 tokens$", shown[-2])
+    speed = json.loads(run_main(capfdbinary, "inspect", path, "--plan", "--device", "cuda:0", "--json").out)
+    assert speed["plan"]["speed"]["kernels_measured"] is False
 
 
 def test_the_plan_shows_the_speed(path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -135,7 +178,9 @@ def test_models_without_generation_have_only_prompts(tmp_path: Path) -> None:
         replace(node, operation=replace(node.operation, causal=False)) if hasattr(node.operation, "window") else node
         for node in model.graph.nodes
     ]
-    model.rates.measure(costs(model.graph, 8, 0))
+    (part,) = model.parts
+    assert isinstance(part, prediction._CPUPart)
+    part.rates.measure(costs(model.graph, 8, 0))
     speed = model.speed()
     assert speed is not None
     assert not speed["decode"]
