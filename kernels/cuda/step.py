@@ -437,7 +437,7 @@ def graph_bytes(lowered: CUDALowered | CUDAStep) -> int:
 
 
 def extent_of(limits: StepLimits, batch: Batch) -> Extent:
-    """Return the maximum sizes of a batch's launches: those of the bucket that the batch fits, if there is one."""
+    """Return the maximum sizes of a batch's launches, from its bucket if the batch fits one."""
     n = max(len(batch.ids), len(batch.outputs))
     if (bucket := next((b for b in BUCKETS if n <= b), None)) is not None:
         longest, most = SHORTEST, max(1, limits.cache.n_pages[0]) * PAGE
