@@ -31,7 +31,7 @@ NAMES: dict[str, Any] = _TABLES["names"] | {
 }
 
 #: Types of encoders, by ``model_type`` and section.
-ENCODER_TYPES: dict[str, str] = _TABLES["encoder_types"]
+ENCODER_TYPES: dict[str, str] = _TABLES["encoder_types"] | {"phi4-siglip/vision_config": "siglip2_vision_model"}
 
 #: Defaults of image processors by class, and classes by the model's ``model_type``.
 PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = _TABLES["processors"]
@@ -39,7 +39,7 @@ PROCESSOR_TYPES: dict[str, str] = _TABLES["processor_types"] | {"deepseek_vl_v2"
 
 #: Types whose classes are not in transformers, or have other names there.
 LIKE: dict[str, str] = _TABLES["text_types"] | {
-    "kimi_k2": "deepseek_v3", "llama_bidirec": "llama",
+    "kimi_k2": "deepseek_v3", "llama_bidirec": "llama", "phi4-siglip": "phi3",
 }
 
 #: Classes that come with the checkpoints.

@@ -84,6 +84,7 @@ PROJECTORS: dict[str, Projector] = {
     "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6", "llama qwen2", "llava llava_next"),
     "muse-glimmer": Projector("muse_glimmer", "MuseGlimmer", "Muse Glimmer", "muse-glimmer", "muse_glimmer"),
     "paddleocr": Projector("paddleocr", "PaddleOCR", "PaddleOCR-VL", "paddleocr", "paddleocr_vl"),
+    "phi4": Projector("siglip", "Phi4", "Phi-4 reasoning vision", "phi3", "phi4-siglip"),
     "pixtral": Projector(
         "pixtral",
         "Pixtral",

@@ -1,5 +1,5 @@
 """SigLIP's encoders (arXiv:2303.15343) with a table of positions: Gemma 3, Idefics 3 and SmolVLM, LFM2-VL,
-and Janus-Pro (arXiv:2501.17811).
+Janus-Pro (arXiv:2501.17811), and Phi-4 reasoning vision.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ HF_NAMES = ENCODER_NAMES | {
     "aligner.fc1": "mm.0",
     "aligner.hidden_layers.0": "mm.1",
     "*.projection_layer": "v.blk.*.attn_out",
+    "mm_projector.0": "mm.0",
+    "mm_projector.2": "mm.2",
 }
 
 HF_MEANT = {
@@ -45,11 +47,14 @@ HF_MEANT = {
     "use_thumbnail": (True,),
     "max_pixels_tolerance": (2.0,),
     "vision_feature_layer": (-1,),
+    "mm_projector_type": ("mlp2x_gelu",),
+    "mm_vision_select_layer": (-2,),
+    "use_s2": (False,),
 } | implied(
     "encoder_patch_size max_image_size max_image_tokens max_num_patches max_tiles min_image_tokens min_tiles "
     "pan_and_scan_max_num_crops pan_and_scan_min_crop_size pan_and_scan_min_ratio_to_activate projector_bias "
     "projector_hidden_size projector_use_layernorm tile_size use_base_siglip use_image_special_tokens "
-    "num_image_tokens vq_config"
+    "num_image_tokens vq_config mm_hidden_size mm_vision_tower s2_scales"
 )
 
 
@@ -57,7 +62,7 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision, kind = c.vision, c.values["model_type"]
     if kind == "janus":
         return _janus_keys(c)
-    usual = 2 if kind in ("gemma3", "lfm2_vl") else 1  # Pillow's BILINEAR and LANCZOS
+    usual = 2 if kind in ("gemma3", "lfm2_vl", "phi4-siglip") else 1  # Pillow's BILINEAR and LANCZOS
     require(c, "resample", c.processor.get("resample", usual), (usual,))
     keys = {"use_gelu": True, "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6)}
     if kind == "gemma3":
@@ -67,6 +72,8 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
         return keys | {"projector_type": "gemma3", "vision.projector.scale_factor": None if factor == 4 else factor}
     if kind == "lfm2_vl":
         return keys | {"projector_type": "lfm2"} | _lfm2_keys(c)
+    if kind == "phi4-siglip":
+        return keys | _phi4_keys(c)
     require_same(c, max_image_size={"longest_edge": vision["image_size"]})
     longest = (c.processor.get("size") or {}).get("longest_edge", vision["image_size"])
     factor = c.values.get("scale_factor", 2)
@@ -94,6 +101,20 @@ def _lfm2_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     return keys | {"vision.projector.scale_factor": factor, "vision.image_size": 256}
 
 
+def _phi4_keys(c: EncoderCheckpoint) -> dict[str, Any]:
+    """Return the keys of Phi-4, whose projector reads the output of the layer before the last one."""
+    size, values = c.vision["patch_size"], c.values
+    require_same(c, patch_size=size)
+    least, most = (c.processor.get(f"{end}_num_patches", values.get(f"{end}_num_patches")) for end in ("min", "max"))
+    return {
+        "projector_type": "phi4",
+        "vision.block_count": c.vision["num_hidden_layers"] - 1,
+        "vision.image_size": math.isqrt(c.vision["num_patches"]) * size,
+        "vision.image_min_pixels": least * size**2,
+        "vision.image_max_pixels": most * size**2,
+    }
+
+
 def _janus_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision, side = c.vision, c.vision.get("image_size", 384)
     require(c, "hidden_act", vision.get("hidden_act", "gelu"), ("gelu",))
@@ -115,6 +136,10 @@ def _janus_keys(c: EncoderCheckpoint) -> dict[str, Any]:
 def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if ".head." in name:  # SigLIP's pooling
         return {}
+    if c.values["model_type"] == "phi4-siglip":
+        last = f"encoder.layers.{c.vision['num_hidden_layers'] - 1}."
+        if "post_layernorm." in name or last in name:
+            return {}
     if "vqmodel." in name or "generation_" in name:  # Janus-Pro's output of images
         return {}
     if name.endswith("patch_embedding.weight") and array.ndim == 2:  # stored pixel by pixel, not colour by colour
@@ -126,6 +151,7 @@ def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[
 class Siglip(VisionModel):
     #: Whether the grids of images or tiles can differ from the grid of the position table.
     any_size = False
+    has_last_norm = True
 
     def encoded(self) -> Any:
         """Record the layers, and return their normed output."""
@@ -133,9 +159,11 @@ class Siglip(VisionModel):
         if not self.side:
             raise ModelError("clip.vision.image_size is less than a patch: the file is broken")
         n = self.weights.n_rows("v.position_embd.weight") if self.any_size else self.side**2
+        if math.isqrt(n) ** 2 != n:
+            raise ModelError(f"v.position_embd.weight has {n} rows, which are not a square: the file is broken")
         self.position_table = self.table("v.position_embd.weight", n, self.n_embd)
         x = self.layers(self.embedded(self.patch_matrix(), has_positions=True))
-        return self.vector_norm(x, "v.post_ln", self.eps)
+        return self.vector_norm(x, "v.post_ln", self.eps) if self.has_last_norm else x
 
 
 class Gemma3(Siglip):
@@ -298,3 +326,49 @@ class Lfm2(Siglip):
                 segments += [f"<|img_row_{row + 1}_col_{column + 1}|>", per_tile]
         frames = (*tiles(image, columns, rows, self.tile, "bilinear"), thumbnail)
         return Prepared(frames, (*segments, "<|img_thumbnail|>", n, "<|image_end|>"), grid)
+
+
+class Phi4(Siglip):
+    """An image in its own size, rounded to complete patches, within limits of the number of patches."""
+
+    marker = "<image>"
+    any_size = True
+    has_last_norm = False
+
+    def read(self) -> None:
+        area = self.patch_size**2
+        self.least, self.most = (self.number(f"image_{end}_pixels") // area for end in ("min", "max"))
+        if not 0 < self.least <= self.most:
+            raise ModelError(
+                "clip.vision.image_min_pixels is less than a patch or more than clip.vision.image_max_pixels: the "
+                "file is broken"
+            )
+
+    def record(self) -> None:
+        self.two_linears(self.encoded(), "mm.0", "mm.2")
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        return interpolated(self.position_table, rows, columns)
+
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
+        size = self.patch_size
+        n = min(max((image.height // size) * (image.width // size), self.least), self.most)
+        rows, columns = _largest_grid(image.height, image.width, size, min(n, max_tokens or n))
+        frame = np.asarray(resized(image, rows * size, columns * size, "bilinear"))
+        return Prepared((frame,), (rows * columns,), (rows, columns))
+
+
+def _largest_grid(height: int, width: int, size: int, most: int) -> tuple[int, int]:
+    """Return rows and columns of the largest scaled image with at most ``most`` patches of ``size`` pixels.
+
+    Source: SigLIP 2's ``get_image_size_for_max_num_patches``.
+    """
+
+    def grid(scale: float) -> tuple[int, int]:
+        return max(1, math.ceil(height * scale / size)), max(1, math.ceil(width * scale / size))
+
+    low, high = 1e-6, 100.0
+    while high - low >= 1e-5:
+        scale = (low + high) / 2
+        low, high = (scale, high) if math.prod(grid(scale)) <= most else (low, scale)
+    return grid(low)

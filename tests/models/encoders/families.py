@@ -352,6 +352,19 @@ FAMILIES: dict[str, Family] = {
         edges(3136, 24 * 28 * 28),
         ON_GRID,
     ),
+    "phi4": Family(
+        "Phi4V",
+        "Phi4VConfig",
+        {
+            "text_config": TEXT,
+            "vision_config": siglip("siglip2_vision_model", num_patches=16, num_hidden_layers=3)
+            | {"vision_use_head": False},
+        },
+        ("released", "Phi4VProcessor"),
+        {"min_num_patches": 6, "max_num_patches": 30},
+        ("pixel_values", "spatial_shapes", "pixel_attention_mask"),
+        (*SIZES, (80, 96)),
+    ),
     "pixtral": family(
         "Mistral3",
         MISTRAL,
@@ -548,8 +561,8 @@ def processor_of(name: str) -> Any:
 def make_processor(name: str, options: dict[str, Any]) -> Any:
     """A family's image processor with other options."""
     module, kind = FAMILIES[name].processor
-    if hasattr(minicpmv, kind):
-        return getattr(minicpmv, kind)(**options)
+    if (own := next((each for each in (minicpmv, released) if hasattr(each, kind)), None)) is not None:
+        return getattr(own, kind)(**options)
     if "_pil_" not in module:
         return by_pillow(module, kind)(**options)
     processor = getattr(import_module(f"transformers.models.{module}"), kind)(**options)

@@ -1,5 +1,5 @@
-"""Published checkpoints of models that transformers lacks: rewritten checkpoints of its similar models, and dots.ocr,
-which consists of its parts.
+"""Published checkpoints of models that transformers lacks: rewritten checkpoints of its similar models, and models
+that consist of its parts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+siglip2 = pytest.importorskip("transformers.models.siglip2.image_processing_pil_siglip2")
 dots3_note = pytest.importorskip("transformers.models.dots3_note.modeling_dots3_note")
 
 Tensors = dict[str, Any]
@@ -199,6 +200,82 @@ class DotsOCR(torch.nn.Module):  # type: ignore[misc, name-defined]
                     name = name.replace(f"mlp.{part}", f"mlp.fc{number}")
             tensors[name] = tensor.contiguous()
         save_file(tensors, folder / "model.safetensors")
+
+
+class Phi4VConfig:
+    def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
+        self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
+
+
+class Phi4V(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Phi-4 reasoning vision: SigLIP 2 without its last layer, two matrices, and Phi-3."""
+
+    def __init__(self, config: Phi4VConfig) -> None:
+        super().__init__()
+        self.config = config
+        vision, text = transformers.Siglip2VisionConfig(**config.vision), transformers.Phi3Config(**config.text)
+        self.vision_model, self.llm = transformers.Siglip2VisionModel(vision), transformers.Phi3ForCausalLM(text)
+        layers = torch.nn.Linear(vision.hidden_size, text.hidden_size), torch.nn.GELU()
+        self.mm_projector = torch.nn.Sequential(*layers, torch.nn.Linear(text.hidden_size, text.hidden_size))
+
+    def get_input_embeddings(self) -> Any:
+        return self.llm.get_input_embeddings()
+
+    def get_image_features(self, **seen: Any) -> SimpleNamespace:
+        states = self.vision_model(**seen, output_hidden_states=True).hidden_states[-2]
+        rows = [state[mask.bool()] for state, mask in zip(states, seen["pixel_attention_mask"], strict=True)]
+        return SimpleNamespace(pooler_output=[self.mm_projector(row) for row in rows])
+
+    def forward(self, input_ids: Any, **seen: Any) -> Any:
+        embeddings = self.get_input_embeddings()(input_ids).clone()
+        rows = self.get_image_features(**seen).pooler_output
+        embeddings[input_ids == self.config.image_token_id] = torch.cat(rows)
+        return self.llm(inputs_embeds=embeddings)
+
+    def save_pretrained(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        values = self.llm.config.to_dict() | {"model_type": "phi4-siglip", "architectures": ["Phi4ForCausalLMV"]}
+        values |= {"vision_config": self.vision_model.config.to_dict(), "mm_hidden_size": 72, "use_s2": False}
+        values |= {"mm_projector_type": "mlp2x_gelu", "mm_vision_tower": "google/siglip2-so400m-patch16-naflex"}
+        (folder / "config.json").write_text(json.dumps(values))
+        names = {
+            r"^llm\.": "",
+            r"^vision_model\.": "model.vision_tower.vision_tower.vision_model.",
+            "^mm": "model.mm",
+        }
+        tensors = {}
+        for name, tensor in self.state_dict().items():
+            for pattern, replacement in names.items():
+                name = re.sub(pattern, replacement, name)
+            tensors[name] = tensor.contiguous()
+        save_file(tensors, folder / "model.safetensors")
+
+
+class Phi4VProcessor:
+    """SigLIP 2's processor, which scales only images with less or more patches than the limits."""
+
+    def __init__(self, min_num_patches: int, max_num_patches: int) -> None:
+        self.limits = min_num_patches, max_num_patches
+        self.processor = siglip2.Siglip2ImageProcessorPil(max_num_patches=max_num_patches)
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.processor.save_pretrained(folder)
+        file = folder / "preprocessor_config.json"
+        values = json.loads(file.read_text("utf-8")) | {"min_num_patches": self.limits[0]}
+        file.write_text(json.dumps(values | {"image_processor_type": "Siglip2ImageProcessorNoUpscale"}), "utf-8")
+
+    def __call__(self, images: list[Any], return_tensors: str) -> dict[str, Any]:
+        seen: dict[str, list[Any]] = {}
+        for image in images:
+            n = max(1, (image.height // 16) * (image.width // 16))
+            n = min(max(n, self.limits[0]), self.limits[1])
+            for name, value in self.processor([image], max_num_patches=n, return_tensors=return_tensors).items():
+                padding = [0] * (2 * value.ndim - 3) + [self.limits[1] - n, 0, 0]
+                if name != "spatial_shapes":
+                    value = torch.nn.functional.pad(value, padding)
+                seen.setdefault(name, []).append(value)
+        return {name: torch.cat(values) for name, values in seen.items()}
 
 
 def as_qwen_omni(folder: Path) -> None:
