@@ -104,8 +104,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek": Architecture("deepseek", "DeepSeek MoE 16B", "deepseek"),
     "deepseek2": Architecture(
         "deepseek2",
-        "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash, Sarvam 105B, Youtu-LLM",
-        "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite sarvam_mla youtu",
+        "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash, Sarvam 105B, Youtu-LLM, Youtu-VL",
+        "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite sarvam_mla youtu youtu_vl",
         has_block=True,
     ),
     "deepseek2-ocr": Architecture(

@@ -31,7 +31,9 @@ NAMES: dict[str, Any] = _TABLES["names"] | {
 }
 
 #: Types of encoders, by ``model_type`` and section.
-ENCODER_TYPES: dict[str, str] = _TABLES["encoder_types"] | {"phi4-siglip/vision_config": "siglip2_vision_model"}
+ENCODER_TYPES: dict[str, str] = _TABLES["encoder_types"] | {
+    f"{name}/vision_config": "siglip2_vision_model" for name in ("phi4-siglip", "youtu_vl")
+}
 
 #: Defaults of image processors by class, and classes by the model's ``model_type``.
 PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = _TABLES["processors"]
@@ -80,6 +82,12 @@ _REMOTE: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_theta": 5_000_000, "partial_rotary_factor": 0.25},
             "sliding_attention": {"rope_theta": 10_000, "partial_rotary_factor": 1.0},
         },
+    },
+    "youtu_vl": {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "max_position_embeddings": 16384, "rms_norm_eps": 1e-6, "kv_lora_rank": 512,
+        "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "rope_theta": 100_000.0, "rope_interleave": True, "hidden_act": "silu",
     },
     "xverse": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
 }

@@ -37,7 +37,7 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "block_count": (0, 512),
     "embedding_length": (1, 1 << 16),
     "feed_forward_length": (0, 1 << 18),
-    "image_max_pixels": (1, 1 << 25),
+    "image_max_pixels": (1, 1 << 26),
     "image_min_pixels": (0, 1 << 25),
     "image_size": (1, 8192),
     "n_wa_pattern": (0, 512),

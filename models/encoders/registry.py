@@ -107,6 +107,7 @@ PROJECTORS: dict[str, Projector] = {
         "resampler", "Resampler", "MiniCPM-V 2.5 to 4.5, MiniCPM-o", "llama qwen2 qwen3", "minicpmv minicpmo"
     ),
     "step3vl": Projector("step3vl", "Step3VL", "Step 3.7 Flash", "step35", "step3p7"),
+    "youtuvl": Projector("youtu", "YoutuVL", "Youtu-VL", "deepseek2", "youtu_vl"),
     "gemma4a": Projector("gemma4_sound", "Gemma4Sound", "Gemma 4", "gemma4", "gemma4", kind="audio"),
     "gemma4ua": Projector(
         "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"

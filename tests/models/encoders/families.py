@@ -419,6 +419,7 @@ def like(name: str, settings: dict[str, Any], **changes: Any) -> Family:
     return replace(FAMILIES[name], settings=FAMILIES[name].settings | settings, **changes)
 
 
+YOUTU = parsed("q_lora_rank=24 kv_lora_rank=32 qk_nope_head_dim=32 qk_rope_head_dim=32 v_head_dim=32 head_dim=32")
 EXAONE_VISION = FAMILIES["qwen2.5vl_merger"].settings["vision_config"]
 GLM_46V = ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil")
 INTERN_VISION = FAMILIES["internvl"].settings["vision_config"]
@@ -431,6 +432,19 @@ FAMILIES |= {
         },
         model="Exaone4_5_ForConditionalGeneration",
         config="Exaone4_5_Config",
+    ),
+    "youtuvl": Family(
+        "YoutuVL",
+        "YoutuVLConfig",
+        {
+            "text_config": TEXT | YOUTU | {"num_key_value_heads": 4},
+            "vision_config": siglip("siglip2_vision_model", num_patches=16, num_hidden_layers=3)
+            | {"vision_use_head": False, "window_size": 64, "fullatt_block_indexes": [1], "spatial_merge_size": 2},
+        },
+        ("released", "YoutuVLProcessor"),
+        {"max_num_patches": 64},
+        ("pixel_values", "spatial_shapes"),
+        (*SIZES, (400, 250)),
     ),
     "gemma4uv": like(
         "gemma4v",

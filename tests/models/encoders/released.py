@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 siglip2 = pytest.importorskip("transformers.models.siglip2.image_processing_pil_siglip2")
@@ -38,6 +39,21 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any], Tensors], Tensors], 
     tensors = change(config, tensors)
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def save(model: Any, folder: Path, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Write config.json and a model's tensors. ``names``: as in `rewrite`."""
+    from safetensors.torch import save_file
+
+    (folder / "config.json").write_text(json.dumps(values))
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        for pattern, replacement in names.items():
+            name = re.sub(pattern, replacement, name)
+        tensors[name] = tensor.contiguous()
+    if values.get("tie_word_embeddings"):
+        del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
 
 
 def as_kimi_vl(folder: Path) -> None:
@@ -233,23 +249,15 @@ class Phi4V(torch.nn.Module):  # type: ignore[misc, name-defined]
         return self.llm(inputs_embeds=embeddings)
 
     def save_pretrained(self, folder: Path) -> None:
-        from safetensors.torch import save_file
-
         values = self.llm.config.to_dict() | {"model_type": "phi4-siglip", "architectures": ["Phi4ForCausalLMV"]}
         values |= {"vision_config": self.vision_model.config.to_dict(), "mm_hidden_size": 72, "use_s2": False}
         values |= {"mm_projector_type": "mlp2x_gelu", "mm_vision_tower": "google/siglip2-so400m-patch16-naflex"}
-        (folder / "config.json").write_text(json.dumps(values))
         names = {
             r"^llm\.": "",
             r"^vision_model\.": "model.vision_tower.vision_tower.vision_model.",
             "^mm": "model.mm",
         }
-        tensors = {}
-        for name, tensor in self.state_dict().items():
-            for pattern, replacement in names.items():
-                name = re.sub(pattern, replacement, name)
-            tensors[name] = tensor.contiguous()
-        save_file(tensors, folder / "model.safetensors")
+        save(self, folder, values, names)
 
 
 class Phi4VProcessor:
@@ -276,6 +284,99 @@ class Phi4VProcessor:
                     value = torch.nn.functional.pad(value, padding)
                 seen.setdefault(name, []).append(value)
         return {name: torch.cat(values) for name, values in seen.items()}
+
+
+class YoutuVLConfig:
+    def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
+        self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
+
+
+class YoutuVL(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Youtu-VL: the layers of SigLIP 2 with another attention, a merger, and Youtu-LLM. Patches stay row by row."""
+
+    def __init__(self, config: YoutuVLConfig) -> None:
+        super().__init__()
+        self.config = config
+        vision, text = transformers.Siglip2VisionConfig(**config.vision), transformers.YoutuConfig(**config.text)
+        self.vision_model, self.llm = transformers.Siglip2VisionModel(vision), transformers.YoutuForCausalLM(text)
+        self.ln_q, n = torch.nn.RMSNorm(vision.hidden_size, eps=1e-6), 4 * vision.hidden_size
+        layers = torch.nn.Linear(n, n), torch.nn.GELU(), torch.nn.Linear(n, text.hidden_size)
+        self.mlp = torch.nn.Sequential(*layers)
+
+    def get_input_embeddings(self) -> Any:
+        return self.llm.get_input_embeddings()
+
+    def get_image_features(self, pixel_values: Any, spatial_shapes: Any) -> SimpleNamespace:
+        images = zip(pixel_values, spatial_shapes.tolist(), strict=True)
+        return SimpleNamespace(pooler_output=[self.image(patches, *shape) for patches, shape in images])
+
+    def image(self, patches: Any, rows: int, columns: int) -> Any:
+        vision, values = self.vision_model, self.config.vision
+        x = vision.embeddings.patch_embedding(patches[: rows * columns])
+        places = torch.tensor([[row, column] for row in range(rows) for column in range(columns)])
+        windows = places // (values["window_size"] // 16)
+        is_near = (windows[:, None] == windows).all(-1)
+        dim = x.shape[1] // values["num_attention_heads"] // 2
+        angles = places[:, :, None] * 10_000 ** (-torch.arange(0, dim, 2) / dim)
+        turns = torch.polar(torch.ones(1), angles.reshape(len(x), 1, -1))
+        for i, layer in enumerate(vision.encoder.layers):
+            seen = torch.ones_like(is_near) if i in values["fullatt_block_indexes"] else is_near
+            x = x + self.attention(layer.self_attn, layer.layer_norm1(x), turns, seen)
+            x = x + layer.mlp(layer.layer_norm2(x))
+        x = self.ln_q(vision.post_layernorm(x)).reshape(rows, columns, -1)
+        tokens = [x[i : i + 2, j : j + 2].flatten() for i in range(0, rows, 2) for j in range(0, columns, 2)]
+        return self.mlp(torch.stack(tokens))
+
+    def attention(self, weights: Any, x: Any, turns: Any, seen: Any) -> Any:
+        q, k, v = (
+            each(x).reshape(len(x), weights.num_heads, -1)
+            for each in (weights.q_proj, weights.k_proj, weights.v_proj)
+        )
+        turned = [torch.complex(*each.chunk(2, dim=-1)) * turns for each in (q, k)]
+        q, k = (torch.cat([each.real, each.imag], dim=-1) for each in turned)
+        scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
+        mixed = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.swapaxes(0, 1)
+        return weights.out_proj(mixed.swapaxes(0, 1).flatten(1))
+
+    def forward(self, input_ids: Any, **seen: Any) -> Any:
+        embeddings = self.get_input_embeddings()(input_ids).clone()
+        rows = self.get_image_features(**seen).pooler_output
+        embeddings[input_ids == self.config.image_token_id] = torch.cat(rows)
+        return self.llm(inputs_embeds=embeddings)
+
+    def save_pretrained(self, folder: Path) -> None:
+        values = self.llm.config.to_dict() | {"model_type": "youtu_vl"}
+        values |= {"architectures": ["YoutuVLForConditionalGeneration"], "image_token_id": 7}
+        names = {
+            r"^llm\.": "",
+            r"^vision_model\.": "siglip2.vision_model.",
+            r"^(ln_q|mlp)": r"merger.\1",
+        }
+        vision = self.vision_model.config.to_dict() | self.config.vision | {"out_hidden_size": 48}
+        save(self, folder, values | {"vision_config": vision}, names)
+
+
+class YoutuVLProcessor:
+    """SigLIP 2's processor for images that are already scaled, by steps of 2%, to complete tokens."""
+
+    def __init__(self, max_num_patches: int) -> None:
+        self.most = max_num_patches
+        self.processor = siglip2.Siglip2ImageProcessorPil(max_num_patches=max_num_patches)
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.processor.save_pretrained(folder)
+
+    def __call__(self, images: list[Any], return_tensors: str) -> Any:
+        scaled = [image.resize(self.size(*image.size), Image.Resampling.BILINEAR) for image in images]
+        return self.processor(scaled, do_resize=False, return_tensors=return_tensors)
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        percent = 100
+        while True:
+            wide, tall = (max(32, -(-side * percent // 3200) * 32) for side in (width, height))
+            if wide * tall <= self.most * 256:
+                return wide, tall
+            percent -= 2
 
 
 def as_qwen_omni(folder: Path) -> None:

@@ -89,7 +89,7 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
         for each, (seen, _) in zip(prepared, expected, strict=True):
             frames = [patches_of(encoder, frame) for frame in each.frames]
             theirs = seen["pixel_values"].numpy()
-            if name.startswith(("gemma4", "lfm2", "phi4")):
+            if name.startswith(("gemma4", "lfm2", "phi4", "youtuvl")):
                 theirs = by_colour(encoder, each, theirs)
             elif name.startswith(("minicpm", "resampler")):
                 theirs = in_slices(encoder, each.frames, theirs)
@@ -324,6 +324,7 @@ def test_qwen_2_takes_images_as_large_as_its_released_processor(made: Any, name:
         "pixtral",
         "qwen3vl_merger",
         "resampler",
+        "youtuvl",
     ],
 )
 def test_a_pixel_budget_is_respected_for_any_shape(made: Any, name: str) -> None:
