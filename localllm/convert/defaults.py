@@ -62,6 +62,10 @@ _REMOTE: dict[str, dict[str, Any]] = {
         "dim_model_base": 1, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "scale_depth": 1, "scale_emb": 1,
     },
     "nanbeige": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    "NemotronH_Nano_VL_V2": {  # with the sizes of RADIO 2.5 H
+        "downsample_ratio": 0.5, "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+    },
     "neobert": {"norm_eps": 1e-6},
     "openelm": {
         "activation_fn_name": "swish", "ffn_dim_divisor": 256, "ffn_with_glu": True, "head_dim": 128,

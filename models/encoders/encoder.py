@@ -331,7 +331,7 @@ class VisionModel(EncoderModel):
     #: Position embeddings in the file, [n, n_embd], or None.
     position_table: Any = None
     #: Rows before the patches, such as the row of a class token.
-    n_before: ClassVar[int] = 0
+    n_before: int = 0
     #: Whether the size of images in the file is used.
     has_size: ClassVar[bool] = True
     #: Whether the key for the tanh form of GELU means exact GELU.

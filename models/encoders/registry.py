@@ -83,6 +83,7 @@ PROJECTORS: dict[str, Projector] = {
     "minimax_m3": Projector("minimax", "MiniMaxM3", "MiniMax-M3", "minimax-m3", "minimax_m3_vl"),
     "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6", "llama qwen2", "llava llava_next"),
     "muse-glimmer": Projector("muse_glimmer", "MuseGlimmer", "Muse Glimmer", "muse-glimmer", "muse_glimmer"),
+    "nemotron_v2_vl": Projector("nemotron", "NemotronVL", "Nemotron Nano 2 VL", "nemotron_h", "NemotronH_Nano_VL_V2"),
     "paddleocr": Projector("paddleocr", "PaddleOCR", "PaddleOCR-VL", "paddleocr", "paddleocr_vl"),
     "phi4": Projector("siglip", "Phi4", "Phi-4 reasoning vision", "phi3", "phi4-siglip"),
     "pixtral": Projector(

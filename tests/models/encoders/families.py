@@ -420,6 +420,7 @@ def like(name: str, settings: dict[str, Any], **changes: Any) -> Family:
 
 
 YOUTU = parsed("q_lora_rank=24 kv_lora_rank=32 qk_nope_head_dim=32 qk_rope_head_dim=32 v_head_dim=32 head_dim=32")
+NEMOTRON = parsed("ssm_state_size=16 mamba_num_heads=8 mamba_head_dim=16 n_groups=2 mlp_hidden_act=relu2")
 EXAONE_VISION = FAMILIES["qwen2.5vl_merger"].settings["vision_config"]
 GLM_46V = ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil")
 INTERN_VISION = FAMILIES["internvl"].settings["vision_config"]
@@ -445,6 +446,19 @@ FAMILIES |= {
         {"max_num_patches": 64},
         ("pixel_values", "spatial_shapes"),
         (*SIZES, (400, 250)),
+    ),
+    "nemotron_v2_vl": Family(
+        "NemotronVL",
+        "NemotronVLConfig",
+        {
+            "text_config": TEXT | NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
+            "vision_config": SIGLIP
+            | {"intermediate_size": 288, "image_size": 64, "patch_size": 16, "max_img_size": 128}
+            | {"num_hidden_layers": 4},
+        },
+        ("released", "NemotronVLProcessor"),
+        parsed("image_size=64 max_num_tiles=6 patch_size=16 downsample_ratio=0.5 do_rescale=True num_image_token=4")
+        | {"norm_mean": [0.48, 0.45, 0.4], "norm_std": [0.26, 0.25, 0.27]},
     ),
     "gemma4uv": like(
         "gemma4v",

@@ -17,6 +17,7 @@ Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 siglip2 = pytest.importorskip("transformers.models.siglip2.image_processing_pil_siglip2")
+got_ocr2 = pytest.importorskip("transformers.models.got_ocr2.image_processing_pil_got_ocr2")
 dots3_note = pytest.importorskip("transformers.models.dots3_note.modeling_dots3_note")
 
 Tensors = dict[str, Any]
@@ -377,6 +378,101 @@ class YoutuVLProcessor:
             if wide * tall <= self.most * 256:
                 return wide, tall
             percent -= 2
+
+
+class NemotronVLConfig:
+    def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
+        self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
+
+
+class NemotronVL(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Nemotron Nano 2 VL: transformers' RADIO, a projector and Nemotron-H."""
+
+    def __init__(self, config: NemotronVLConfig) -> None:
+        super().__init__()
+        self.config = config
+        vision, text = transformers.RadioConfig(**config.vision), transformers.NemotronHConfig(**config.text)
+        self.vision_model, self.llm = transformers.RadioModel(vision), transformers.NemotronHForCausalLM(text)
+        self.vision_model.make_preprocessor_external()
+        for layer in self.vision_model.encoder.layer:
+            layer.layer_scale1 = layer.layer_scale2 = torch.nn.Identity()
+        n = 4 * vision.hidden_size
+        self.mlp1 = torch.nn.ModuleDict(
+            {
+                "0": torch.nn.RMSNorm(n, eps=1e-5),
+                "1": torch.nn.Linear(n, 40, bias=False),
+                "3": torch.nn.Linear(40, text.hidden_size, bias=False),
+            }
+        )
+
+    def get_input_embeddings(self) -> Any:
+        return self.llm.get_input_embeddings()
+
+    def get_image_features(self, pixel_values: Any) -> SimpleNamespace:
+        x = self.vision_model(pixel_values).features
+        side = int(x.shape[1] ** 0.5)
+        x = x.reshape(len(x), side // 2, 2, side // 2, 2, -1).transpose(2, 3).reshape(len(x), side**2 // 4, -1)
+        x = torch.relu(self.mlp1["1"](self.mlp1["0"](x))) ** 2
+        return SimpleNamespace(pooler_output=self.mlp1["3"](x))
+
+    def forward(self, input_ids: Any, pixel_values: Any) -> Any:
+        embeddings = self.get_input_embeddings()(input_ids).clone()
+        rows = self.get_image_features(pixel_values).pooler_output
+        embeddings[input_ids == self.config.image_token_id] = rows.flatten(0, 1)
+        return self.llm(inputs_embeds=embeddings)
+
+    def save_pretrained(self, folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        self.llm.save_pretrained(folder)
+        text = json.loads((folder / "config.json").read_text("utf-8"))
+        sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers", "patch_size")
+        vision = {name: self.config.vision[name] for name in sizes}
+        vision |= {"intermediate_size": 4 * vision["hidden_size"], "version": "radio_v2.5-h"}
+        vision |= {"adaptor_names": None, "args": {"model": "vit_huge_patch16_224"}, "max_resolution": 64}
+        values = {"model_type": "NemotronH_Nano_VL_V2", "architectures": ["NemotronH_Nano_VL_V2"]}
+        values |= {"llm_config": text, "vision_config": vision, "downsample_ratio": 0.5, "ps_version": "v2"}
+        values |= {"force_image_size": self.config.vision["image_size"], "image_tag_type": "internvl"}
+        values |= {"img_context_token": "<image>", "img_context_token_id": 7, "use_thumbnail": True}
+        (folder / "config.json").write_text(json.dumps(values))
+        names = {
+            r"^embeddings\.patch_projection": "model.patch_generator.embedder",
+            r"^embeddings\.position_embedding": "model.patch_generator.pos_embed",
+            r"^embeddings\.cls_register_token": "model.patch_generator.cls_token.token",
+            r"^encoder\.layer\.": "model.blocks.",
+            r"attention\.o_proj": "attn.proj",
+        }
+        tensors = {}
+        for name, tensor in self.vision_model.state_dict().items():
+            for pattern, replacement in names.items():
+                name = re.sub(pattern, replacement, name)
+            tensors[f"vision_model.radio_model.{name}"] = tensor
+        for name in [name for name in tensors if ".q_proj." in name]:
+            parts = [tensors.pop(name.replace(".q_", f".{k}_")) for k in "qkv"]
+            tensors[name.replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
+        tensors |= {f"mlp1.{name}": tensor for name, tensor in self.mlp1.state_dict().items()}
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            tensors[f"language_model.{name}"] = tensor
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+class NemotronVLProcessor:
+    """InternVL's processor with the settings of Nemotron Nano 2 VL."""
+
+    def __init__(self, image_size: int = 512, max_num_tiles: int = 12, **values: Any) -> None:
+        self.values = {"image_size": image_size, "max_num_tiles": max_num_tiles, "use_thumbnail": True} | values
+        colours = {name: self.values[f"norm_{name[6:]}"] for name in ("image_mean", "image_std")}
+        size = {"height": image_size, "width": image_size}
+        self.processor = got_ocr2.GotOcr2ImageProcessorPil(
+            size=size, crop_to_patches=True, min_patches=1, max_patches=max_num_tiles, **colours
+        )
+
+    def save_pretrained(self, folder: Path) -> None:
+        values = self.values | {"image_processor_type": "NemotronNanoVLV2ImageProcessor"}
+        (folder / "preprocessor_config.json").write_text(json.dumps(values), "utf-8")
+
+    def __call__(self, images: list[Any], return_tensors: str) -> Any:
+        return self.processor(images, return_tensors=return_tensors)
 
 
 def as_qwen_omni(folder: Path) -> None:
