@@ -1,5 +1,5 @@
 """SigLIP's encoders (arXiv:2303.15343) with a table of positions: Gemma 3, Idefics 3 and SmolVLM, LFM2-VL,
-Janus-Pro (arXiv:2501.17811), and Phi-4 reasoning vision.
+Janus-Pro (arXiv:2501.17811), Phi-4 reasoning vision, and GLM-Edge-V.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix
-from localllm.kernels.operations import Linear, Outputs, RMSNorm
+from localllm.kernels.operations import Activation, Gated, Linear, Outputs, RMSNorm
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require, require_same
 from localllm.models.encoders.images import interpolated, nearest_grid, resized, tiles
-from localllm.models.encoders.views import Transposed
+from localllm.models.encoders.views import ColumnsByPart, Transposed
 from localllm.models.hf_convert import Array, floats, implied
+from localllm.models.weights import Reshaped
 
 #: Minimum side in pixels of an image in Janus-Pro.
 _JANUS_SIDE = 14
@@ -39,6 +40,14 @@ HF_NAMES = ENCODER_NAMES | {
     "*.projection_layer": "v.blk.*.attn_out",
     "mm_projector.0": "mm.0",
     "mm_projector.2": "mm.2",
+    "adapter.linear.linear_proj": "adapter.linear.linear",
+    "adapter.linear.gate_proj": "adapter.linear.gate",
+    "adapter.boi": "adapter.boi",
+    "adapter.eoi": "adapter.eoi",
+    "adapter.conv": "adapter.conv",
+    "adapter.linear.norm1": "adapter.linear.norm1",
+    "adapter.linear.dense_h_to_4h": "adapter.linear.dense_h_to_4h",
+    "adapter.linear.dense_4h_to_h": "adapter.linear.dense_4h_to_h",
 }
 
 HF_MEANT = {
@@ -62,8 +71,9 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision, kind = c.vision, c.values["model_type"]
     if kind == "janus":
         return _janus_keys(c)
-    usual = 2 if kind in ("gemma3", "lfm2_vl", "phi4-siglip") else 1  # Pillow's BILINEAR and LANCZOS
-    require(c, "resample", c.processor.get("resample", usual), (usual,))
+    default = 2 if kind in ("gemma3", "glm", "lfm2_vl", "phi4-siglip") else 1  # Pillow's BILINEAR and LANCZOS
+    usual = 3 if kind == "glm" else default  # BICUBIC
+    require(c, "resample", c.processor.get("resample", default), (usual,))
     keys = {"use_gelu": True, "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6)}
     if kind == "gemma3":
         require_same(c, size={"height": vision["image_size"], "width": vision["image_size"]})
@@ -74,6 +84,10 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
         return keys | {"projector_type": "lfm2"} | _lfm2_keys(c)
     if kind == "phi4-siglip":
         return keys | _phi4_keys(c)
+    if kind == "glm":
+        require_same(c, size={"height": vision["image_size"], "width": vision["image_size"]})
+        require(c, "max_image_tiles", c.processor.get("max_image_tiles", 4), (1,))
+        return keys | {"projector_type": "adapter"}
     require_same(c, max_image_size={"longest_edge": vision["image_size"]})
     longest = (c.processor.get("size") or {}).get("longest_edge", vision["image_size"])
     factor = c.values.get("scale_factor", 2)
@@ -140,6 +154,8 @@ def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[
         last = f"encoder.layers.{c.vision['num_hidden_layers'] - 1}."
         if "post_layernorm." in name or last in name:
             return {}
+    if name.endswith(("adapter.boi", "adapter.eoi")):
+        return array.reshape(-1)
     if "vqmodel." in name or "generation_" in name:  # Janus-Pro's output of images
         return {}
     if name.endswith("patch_embedding.weight") and array.ndim == 2:  # stored pixel by pixel, not colour by colour
@@ -207,6 +223,43 @@ class Janus(Siglip):
         square.paste(resized(image, height, width, "bicubic"), ((size - width) // 2, (size - height) // 2))
         side = size // self.patch_size
         return Prepared((np.asarray(square),), (side * side,), (side, side))
+
+
+class GlmEdge(Siglip):
+    """An image in the top left of a square. A convolution joins four patches, and two more rows enclose the image."""
+
+    marker = "<|begin_of_image|>"
+    merge = 2
+
+    def read(self) -> None:
+        self.width = self.weights.n_rows("adapter.linear.linear.weight")  # the key is 0 in llama.cpp's files
+        self.ends = [self.table(f"adapter.{name}", self.width) for name in ("boi", "eoi")]
+        self.check_tiles(1, self.image_size)
+        self.meta.skip("has_text_encoder", "has_glm_projector")
+
+    def record(self) -> None:
+        at, weights, n_in = self.at(), self.weights, 4 * self.n_embd
+        x = self.joined(self.encoded())
+        n = (weights.shape("adapter.conv.weight") or (0,))[0]
+        kernel = Reshaped(weights.require("adapter.conv.weight", n, self.n_embd, 2, 2), (n, n_in))
+        x = at.add(Linear(x, Matrix(ColumnsByPart(kernel, 4), weights.require("adapter.conv.bias", n))))
+        x = self.vector_norm(at.linear(x, "adapter.linear.linear", self.width), "adapter.linear.norm1", 1e-5)
+        x, n_ff = at.add(Activation(x, "gelu_erf")), weights.n_rows("adapter.linear.gate.weight")
+        gate, up = (at.linear(x, f"adapter.linear.{name}", n_ff) for name in ("gate", "dense_h_to_4h"))
+        at.linear(at.add(Gated(gate, up, "silu")), "adapter.linear.dense_4h_to_h", self.width)
+
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
+        size, side = self.image_size, self.image_size // self.patch_size // self.merge
+        scale = min(size / image.height, size / image.width)
+        height, width = (max(1, min(int(n * scale), size)) for n in (image.height, image.width))
+        height, width = (size, width) if image.height >= image.width else (height, size)
+        frame = np.zeros((size, size, 3), np.uint8)
+        frame[:height, :width] = np.asarray(resized(image, height, width, "bicubic"))
+        return Prepared((frame,), (side * side + 2,), (side, side))
+
+    def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
+        first, last = (end.reshape(1, 1, -1) for end in self.ends)
+        return np.concatenate([first, rows, last])
 
 
 class Idefics3(Siglip):

@@ -447,6 +447,16 @@ FAMILIES |= {
         ("pixel_values", "spatial_shapes"),
         (*SIZES, (400, 250)),
     ),
+    "adapter": Family(
+        "GlmEdgeV",
+        "GlmEdgeVConfig",
+        {
+            "text_config": TEXT | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+            "vision_config": siglip("siglip_vision_model", image_size=56, patch_size=14, vision_use_head=False),
+        },
+        ("mllama.image_processing_pil_mllama", "MllamaImageProcessorPil"),
+        SQUARE | {"max_image_tiles": 1, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3},
+    ),
     "nemotron_v2_vl": Family(
         "NemotronVL",
         "NemotronVLConfig",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -378,6 +379,55 @@ class YoutuVLProcessor:
             if wide * tall <= self.most * 256:
                 return wide, tall
             percent -= 2
+
+
+class GlmEdgeVConfig:
+    def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
+        self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
+
+
+class GlmEdgeV(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """GLM-Edge-V: SigLIP, an adapter with a convolution and a gate, and GLM."""
+
+    def __init__(self, config: GlmEdgeVConfig) -> None:
+        super().__init__()
+        self.config = config
+        vision, text = transformers.SiglipVisionConfig(**config.vision), transformers.GlmConfig(**config.text)
+        self.vit, self.llm = transformers.SiglipVisionModel(vision), transformers.GlmForCausalLM(text)
+        linear, n, n_ff = partial(torch.nn.Linear, bias=False), text.hidden_size, text.intermediate_size
+        self.conv, self.norm1 = torch.nn.Conv2d(vision.hidden_size, n, 2, stride=2), torch.nn.LayerNorm(n)
+        self.linear_proj, self.gate_proj, self.dense_h_to_4h = linear(n, n), linear(n, n_ff), linear(n, n_ff)
+        self.dense_4h_to_h = linear(n_ff, n)
+        self.boi, self.eoi = (torch.nn.Parameter(torch.randn(1, 1, n)) for _ in range(2))
+
+    def get_input_embeddings(self) -> Any:
+        return self.llm.get_input_embeddings()
+
+    def get_image_features(self, pixel_values: Any) -> SimpleNamespace:
+        pixels = pixel_values.reshape(-1, *pixel_values.shape[-3:])
+        x = self.vit(pixels).last_hidden_state
+        side = int(x.shape[1] ** 0.5)
+        x = self.conv(x.swapaxes(1, 2).reshape(len(x), -1, side, side)).flatten(2).swapaxes(1, 2)
+        x = torch.nn.functional.gelu(self.norm1(self.linear_proj(x)))
+        x = self.dense_4h_to_h(torch.nn.functional.silu(self.gate_proj(x)) * self.dense_h_to_4h(x))
+        ends = [end.expand(len(x), -1, -1) for end in (self.boi, self.eoi)]
+        return SimpleNamespace(pooler_output=torch.cat([ends[0], x, ends[1]], dim=1))
+
+    def forward(self, input_ids: Any, pixel_values: Any) -> Any:
+        embeddings = self.get_input_embeddings()(input_ids).clone()
+        rows = self.get_image_features(pixel_values).pooler_output
+        embeddings[input_ids == self.config.image_token_id] = rows.flatten(0, 1)
+        return self.llm(inputs_embeds=embeddings)
+
+    def save_pretrained(self, folder: Path) -> None:
+        values = self.llm.config.to_dict() | {"architectures": ["GlmForCausalLM"], "boi_token_id": 7}
+        names = {
+            r"^llm\.": "",
+            r"^vit\.": "model.vision.vit.model.vision_model.",
+            r"^(conv|boi|eoi)": r"model.vision.adapter.\1",
+            r"^(linear_proj|norm1|gate_proj|dense_)": r"model.vision.adapter.linear.\1",
+        }
+        save(self, folder, values | {"vision_config": self.vit.config.to_dict()}, names)
 
 
 class NemotronVLConfig:
