@@ -104,8 +104,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek": Architecture("deepseek", "DeepSeek MoE 16B", "deepseek"),
     "deepseek2": Architecture(
         "deepseek2",
-        "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash, Sarvam 105B, Youtu-LLM",
-        "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite sarvam_mla youtu",
+        "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash, Sarvam 105B, Youtu-LLM, Youtu-VL",
+        "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite sarvam_mla youtu youtu_vl",
         has_block=True,
     ),
     "deepseek2-ocr": Architecture(
@@ -215,7 +215,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "paddleocr": Architecture("ernie4_5", "PaddleOCR-VL, text", "paddleocr_vl paddleocr_vl_text"),
     "pangu-embedded": Architecture("qwen2", "openPangu Embedded", "PanguEmbedded"),
     "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
-    "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
+    "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3 phi4-siglip"),
     "phimoe": Architecture("phimoe", "Phi-3.5-MoE, Phi-mini-MoE", "phimoe"),
     "plamo": Architecture("plamo", "PLaMo 13B", "plamo"),
     "plamo2": Architecture("plamo2", "PLaMo 2", "plamo2 Plamo2ForCausalLM"),

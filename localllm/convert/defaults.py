@@ -31,7 +31,9 @@ NAMES: dict[str, Any] = _TABLES["names"] | {
 }
 
 #: Types of encoders, by ``model_type`` and section.
-ENCODER_TYPES: dict[str, str] = _TABLES["encoder_types"]
+ENCODER_TYPES: dict[str, str] = _TABLES["encoder_types"] | {
+    f"{name}/vision_config": "siglip2_vision_model" for name in ("phi4-siglip", "youtu_vl")
+}
 
 #: Defaults of image processors by class, and classes by the model's ``model_type``.
 PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = _TABLES["processors"]
@@ -39,7 +41,7 @@ PROCESSOR_TYPES: dict[str, str] = _TABLES["processor_types"] | {"deepseek_vl_v2"
 
 #: Types whose classes are not in transformers, or have other names there.
 LIKE: dict[str, str] = _TABLES["text_types"] | {
-    "kimi_k2": "deepseek_v3", "llama_bidirec": "llama",
+    "kimi_k2": "deepseek_v3", "llama_bidirec": "llama", "phi4-siglip": "phi3",
 }
 
 #: Classes that come with the checkpoints.
@@ -60,6 +62,10 @@ _REMOTE: dict[str, dict[str, Any]] = {
         "dim_model_base": 1, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "scale_depth": 1, "scale_emb": 1,
     },
     "nanbeige": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    "NemotronH_Nano_VL_V2": {  # with the sizes of RADIO 2.5 H
+        "downsample_ratio": 0.5, "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+    },
     "neobert": {"norm_eps": 1e-6},
     "openelm": {
         "activation_fn_name": "swish", "ffn_dim_divisor": 256, "ffn_with_glu": True, "head_dim": 128,
@@ -80,6 +86,12 @@ _REMOTE: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_theta": 5_000_000, "partial_rotary_factor": 0.25},
             "sliding_attention": {"rope_theta": 10_000, "partial_rotary_factor": 1.0},
         },
+    },
+    "youtu_vl": {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "max_position_embeddings": 16384, "rms_norm_eps": 1e-6, "kv_lora_rank": 512,
+        "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "rope_theta": 100_000.0, "rope_interleave": True, "hidden_act": "silu",
     },
     "xverse": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
 }

@@ -16,10 +16,12 @@ _GENERAL = """
     begin_suppress_tokens bf16 bias bilinear_pooling block_dim block_norm_eps block_use_xavier_init bos_token
     cache_implementation calc_logits_for_entire_prompt capacity_factor chunk_size chunk_size_feed_forward
     cla_share_factor class_num classifier_activation classifier_bias compression_config compression_ratio conv_bias
-    conv_dim conv_dim_out conv_use_xavier_init custom_pipelines d_inner decoder_bias dense_list dense_seq_output
+    continuous_training conv_dim conv_dim_out conv_use_xavier_init custom_pipelines d_inner decoder_bias dense_list
+    dense_seq_output
     diversity_penalty do_sample dtype early_stopping enable_lm_head_fp32 enable_moe_fp32_combine
     enable_audio_output enable_talker
     encoder_no_repeat_ngram_size eos_token ep_size exponential_decay_length_penalty finetuning_task flash_attention
+    freeze_mm_mlp_adapter freeze_mm_vision_resampler
     for_llm_compressor fp16 fp32 fp32_residual_connection fused_add_norm fused_bias_fc fused_qkv
     gradient_checkpointing gradient_checkpointing_kwargs group_limited_greedy has_no_defaults_at_init hidden_bias
     hub_model_id id2label ignore_index ignored_index inference_runner initial_context_length is_composition
@@ -44,12 +46,15 @@ _GENERAL = """
     skip_bias_add_qkv slow_but_exact softmax_in_fp32 sparse_pred_ignore_index sparse_prediction ssm_cfg
     static_cache suppress_tokens task_specific_params temperature text_end_id text_start_id tf_legacy_loss
     tie_embedding tie_encoder_decoder tie_word_embeddings time_step_floor time_step_limit time_step_max
-    time_step_min time_step_scale token_classification_bias tokenizer_class tokenizer_name top_k top_p
-    torch_compile torchscript transformers.js_config transformers_version typical_p unk_token unpadded_vocab_size
+    time_step_min time_step_scale token_classification_bias tokenizer_class tokenizer_model_max_length
+    tokenizer_name tokenizer_padding_side top_k top_p tune_mm_mlp_adapter tune_mm_vision_resampler
+    torch_compile torchscript transformers.js_config transformers_version typical_p unfreeze_mm_vision_tower unk_token
+    unpadded_vocab_size
     use_3d_rope use_associative_scan use_bfloat16 use_bias use_cache use_cache_kernel use_cache_quantization
     use_conv_bias use_dynamic_ntk use_embedding_sharing use_expert_bias use_falcon_mambapy use_flash_attention
     use_flash_attention_2 use_fused_cross_entropy use_fused_mlp use_fused_rms_norm use_fused_rope use_grouped_mm
-    use_grouped_topk use_liger use_logn_attn use_mamba_kernels use_mambapy use_mem_eff_path use_mlp_bias use_mrope
+    use_grouped_topk use_liger use_logn_attn use_mamba_kernels use_mambapy use_mem_eff_path use_mlp_bias
+    use_mm_proj use_mrope
     use_mtp use_parallel_embedding use_qkv_bias use_reentrant_checkpointing use_return_dict use_rmsnorm
     use_routing_bias use_unpad use_xentropy validate_runner_input verbose version vocab_size
     vocab_size_per_layer_input weight_share_add_bias
@@ -62,10 +67,11 @@ _GENERAL_PATTERN = (
 #: Settings of encoders of images and audio, outside of their section.
 _MEDIA = """
     batch_3d_resampler batch_vision_input downsample_mode drop_vision_last_layer im_end_id im_newline_id
-    im_start_id init_audio init_tts init_vision insert_layer_id max_slice_nums merge_kernel_size
+    im_start_id init_audio init_tts init_vision insert_layer_id max_num_patches max_slice_nums merge_kernel_size
+    min_num_patches
     multimodal_projector_bias num_media_embeds patch_size projector_bias projector_hidden_act projectors_bias
-    query_num resampler_attn_implementation scale_resolution slice_config slice_mode spatial_merge_size
-    use_image_id visual
+    query_num resampler_attn_implementation s2_scales scale_resolution slice_config slice_mode spatial_merge_size
+    use_image_id use_s2 visual
 """
 _MEDIA_PATTERN = r"(audio|image|mm|video|vision)_.*"
 

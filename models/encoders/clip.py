@@ -1,4 +1,4 @@
-"""CLIP's encoders (arXiv:2103.00020) and LLaVA's projector: LLaVA 1.5 (arXiv:2310.03744) and 1.6."""
+"""CLIP's encoders (arXiv:2103.00020) and LLaVA's projector: LLaVA 1.5 (arXiv:2310.03744) and 1.6, and Yi-VL."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
+from localllm.kernels.graph import Tensor
+from localllm.kernels.operations import Activation
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require, require_same
 from localllm.models.encoders.images import cut, resized
 from localllm.models.encoders.siglip import ENCODER_NAMES
@@ -85,8 +87,13 @@ class Llava(VisionModel):
     n_before = 1
     exact_gelu = True
 
+    @property
+    def last(self) -> str:
+        """Name of the last matrix."""
+        return "mm.3" if "mm.3.weight" in self.weights else "mm.2"
+
     def read(self) -> None:
-        self.width = self.weights.n_rows("mm.2.weight")  # the key may describe CLIP's projection
+        self.width = self.weights.n_rows(f"{self.last}.weight")  # the key may describe CLIP's projection
         # llama.cpp's converter writes the layers up to the one whose output is used. Some files count one more layer.
         while self.n_layers and f"v.blk.{self.n_layers - 1}.ln1.weight" not in self.weights:
             self.n_layers -= 1
@@ -118,7 +125,17 @@ class Llava(VisionModel):
         x = self.layers(self.vector_norm(x, "v.pre_ln", self.eps))
         if "v.post_ln.weight" in self.weights:
             x = self.vector_norm(x, "v.post_ln", self.eps)
-        self.two_linears(self.joined(x), "mm.0", "mm.2")
+        self.record_projector(x)
+
+    def record_projector(self, x: Tensor) -> None:
+        x = self.joined(x)
+        if self.last == "mm.2":
+            self.two_linears(x, "mm.0", self.last)
+            return
+        at = self.at()  # Yi-VL, with norms
+        x = self.vector_norm(at.linear(x, "mm.0", self.weights.n_rows("mm.0.weight")), "mm.1", 1e-5)
+        x = at.linear(at.add(Activation(x, "gelu_erf")), self.last, self.width)
+        self.vector_norm(x, "mm.4", 1e-5)
 
     @property
     def side(self) -> int:

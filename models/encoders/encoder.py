@@ -37,7 +37,7 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "block_count": (0, 512),
     "embedding_length": (1, 1 << 16),
     "feed_forward_length": (0, 1 << 18),
-    "image_max_pixels": (1, 1 << 25),
+    "image_max_pixels": (1, 1 << 26),
     "image_min_pixels": (0, 1 << 25),
     "image_size": (1, 8192),
     "n_wa_pattern": (0, 512),
@@ -331,7 +331,7 @@ class VisionModel(EncoderModel):
     #: Position embeddings in the file, [n, n_embd], or None.
     position_table: Any = None
     #: Rows before the patches, such as the row of a class token.
-    n_before: ClassVar[int] = 0
+    n_before: int = 0
     #: Whether the size of images in the file is used.
     has_size: ClassVar[bool] = True
     #: Whether the key for the tanh form of GELU means exact GELU.

@@ -45,6 +45,7 @@ class Projector:
 
 #: By the name in files. A name for images and audio has a second entry with " audio".
 PROJECTORS: dict[str, Projector] = {
+    "adapter": Projector("siglip", "GlmEdge", "GLM-Edge-V", "chatglm", "glm"),
     "deepseekocr": Projector(
         "deepseek_ocr",
         "DeepSeekOCR",
@@ -76,14 +77,18 @@ PROJECTORS: dict[str, Projector] = {
     "janus_pro": Projector("siglip", "Janus", "Janus-Pro", "llama", "janus"),
     "kimik25": Projector("kimi", "Kimi", "Kimi K2.5 and K2.6", "deepseek2", "kimi_k25"),
     "kimivl": Projector("kimi", "KimiVL", "Kimi-VL", "deepseek2", "kimi_vl"),
+    "ldp": Projector("mobilevlm", "MobileVLM", "MobileVLM", "llama", ""),
+    "ldpv2": Projector("mobilevlm", "MobileVLMV2", "MobileVLM V2", "llama", ""),
     "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
     "lightonocr": Projector("pixtral", "LightOnOCR", "LightOnOCR", "qwen3", "lighton_ocr"),
     "llama4": Projector("llama4", "Llama4", "Llama 4", "llama4", "llama4"),
     "minicpmv4_6": Projector("minicpm", "MiniCPMV", "MiniCPM-V 4.6", "qwen35", "minicpmv4_6"),
     "minimax_m3": Projector("minimax", "MiniMaxM3", "MiniMax-M3", "minimax-m3", "minimax_m3_vl"),
-    "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6", "llama qwen2", "llava llava_next"),
+    "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6, Yi-VL", "llama qwen2", "llava llava_next"),
     "muse-glimmer": Projector("muse_glimmer", "MuseGlimmer", "Muse Glimmer", "muse-glimmer", "muse_glimmer"),
+    "nemotron_v2_vl": Projector("nemotron", "NemotronVL", "Nemotron Nano 2 VL", "nemotron_h", "NemotronH_Nano_VL_V2"),
     "paddleocr": Projector("paddleocr", "PaddleOCR", "PaddleOCR-VL", "paddleocr", "paddleocr_vl"),
+    "phi4": Projector("siglip", "Phi4", "Phi-4 reasoning vision", "phi3", "phi4-siglip"),
     "pixtral": Projector(
         "pixtral",
         "Pixtral",
@@ -106,6 +111,7 @@ PROJECTORS: dict[str, Projector] = {
         "resampler", "Resampler", "MiniCPM-V 2.5 to 4.5, MiniCPM-o", "llama qwen2 qwen3", "minicpmv minicpmo"
     ),
     "step3vl": Projector("step3vl", "Step3VL", "Step 3.7 Flash", "step35", "step3p7"),
+    "youtuvl": Projector("youtu", "YoutuVL", "Youtu-VL", "deepseek2", "youtu_vl"),
     "gemma4a": Projector("gemma4_sound", "Gemma4Sound", "Gemma 4", "gemma4", "gemma4", kind="audio"),
     "gemma4ua": Projector(
         "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"

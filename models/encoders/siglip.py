@@ -1,5 +1,5 @@
 """SigLIP's encoders (arXiv:2303.15343) with a table of positions: Gemma 3, Idefics 3 and SmolVLM, LFM2-VL,
-and Janus-Pro (arXiv:2501.17811).
+Janus-Pro (arXiv:2501.17811), Phi-4 reasoning vision, and GLM-Edge-V.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix
-from localllm.kernels.operations import Linear, Outputs, RMSNorm
+from localllm.kernels.operations import Activation, Gated, Linear, Outputs, RMSNorm
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require, require_same
 from localllm.models.encoders.images import interpolated, nearest_grid, resized, tiles
-from localllm.models.encoders.views import Transposed
+from localllm.models.encoders.views import ColumnsByPart, Transposed
 from localllm.models.hf_convert import Array, floats, implied
+from localllm.models.weights import Reshaped
 
 #: Minimum side in pixels of an image in Janus-Pro.
 _JANUS_SIDE = 14
@@ -37,6 +38,16 @@ HF_NAMES = ENCODER_NAMES | {
     "aligner.fc1": "mm.0",
     "aligner.hidden_layers.0": "mm.1",
     "*.projection_layer": "v.blk.*.attn_out",
+    "mm_projector.0": "mm.0",
+    "mm_projector.2": "mm.2",
+    "adapter.linear.linear_proj": "adapter.linear.linear",
+    "adapter.linear.gate_proj": "adapter.linear.gate",
+    "adapter.boi": "adapter.boi",
+    "adapter.eoi": "adapter.eoi",
+    "adapter.conv": "adapter.conv",
+    "adapter.linear.norm1": "adapter.linear.norm1",
+    "adapter.linear.dense_h_to_4h": "adapter.linear.dense_h_to_4h",
+    "adapter.linear.dense_4h_to_h": "adapter.linear.dense_4h_to_h",
 }
 
 HF_MEANT = {
@@ -45,11 +56,14 @@ HF_MEANT = {
     "use_thumbnail": (True,),
     "max_pixels_tolerance": (2.0,),
     "vision_feature_layer": (-1,),
+    "mm_projector_type": ("mlp2x_gelu",),
+    "mm_vision_select_layer": (-2,),
+    "use_s2": (False,),
 } | implied(
     "encoder_patch_size max_image_size max_image_tokens max_num_patches max_tiles min_image_tokens min_tiles "
     "pan_and_scan_max_num_crops pan_and_scan_min_crop_size pan_and_scan_min_ratio_to_activate projector_bias "
     "projector_hidden_size projector_use_layernorm tile_size use_base_siglip use_image_special_tokens "
-    "num_image_tokens vq_config"
+    "num_image_tokens vq_config mm_hidden_size mm_vision_tower s2_scales"
 )
 
 
@@ -57,8 +71,9 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision, kind = c.vision, c.values["model_type"]
     if kind == "janus":
         return _janus_keys(c)
-    usual = 2 if kind in ("gemma3", "lfm2_vl") else 1  # Pillow's BILINEAR and LANCZOS
-    require(c, "resample", c.processor.get("resample", usual), (usual,))
+    default = 2 if kind in ("gemma3", "glm", "lfm2_vl", "phi4-siglip") else 1  # Pillow's BILINEAR and LANCZOS
+    usual = 3 if kind == "glm" else default  # BICUBIC
+    require(c, "resample", c.processor.get("resample", default), (usual,))
     keys = {"use_gelu": True, "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6)}
     if kind == "gemma3":
         require_same(c, size={"height": vision["image_size"], "width": vision["image_size"]})
@@ -67,6 +82,12 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
         return keys | {"projector_type": "gemma3", "vision.projector.scale_factor": None if factor == 4 else factor}
     if kind == "lfm2_vl":
         return keys | {"projector_type": "lfm2"} | _lfm2_keys(c)
+    if kind == "phi4-siglip":
+        return keys | _phi4_keys(c)
+    if kind == "glm":
+        require_same(c, size={"height": vision["image_size"], "width": vision["image_size"]})
+        require(c, "max_image_tiles", c.processor.get("max_image_tiles", 4), (1,))
+        return keys | {"projector_type": "adapter"}
     require_same(c, max_image_size={"longest_edge": vision["image_size"]})
     longest = (c.processor.get("size") or {}).get("longest_edge", vision["image_size"])
     factor = c.values.get("scale_factor", 2)
@@ -94,6 +115,20 @@ def _lfm2_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     return keys | {"vision.projector.scale_factor": factor, "vision.image_size": 256}
 
 
+def _phi4_keys(c: EncoderCheckpoint) -> dict[str, Any]:
+    """Return the keys of Phi-4, whose projector reads the output of the layer before the last one."""
+    size, values = c.vision["patch_size"], c.values
+    require_same(c, patch_size=size)
+    least, most = (c.processor.get(f"{end}_num_patches", values.get(f"{end}_num_patches")) for end in ("min", "max"))
+    return {
+        "projector_type": "phi4",
+        "vision.block_count": c.vision["num_hidden_layers"] - 1,
+        "vision.image_size": math.isqrt(c.vision["num_patches"]) * size,
+        "vision.image_min_pixels": least * size**2,
+        "vision.image_max_pixels": most * size**2,
+    }
+
+
 def _janus_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision, side = c.vision, c.vision.get("image_size", 384)
     require(c, "hidden_act", vision.get("hidden_act", "gelu"), ("gelu",))
@@ -115,6 +150,12 @@ def _janus_keys(c: EncoderCheckpoint) -> dict[str, Any]:
 def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if ".head." in name:  # SigLIP's pooling
         return {}
+    if c.values["model_type"] == "phi4-siglip":
+        last = f"encoder.layers.{c.vision['num_hidden_layers'] - 1}."
+        if "post_layernorm." in name or last in name:
+            return {}
+    if name.endswith(("adapter.boi", "adapter.eoi")):
+        return array.reshape(-1)
     if "vqmodel." in name or "generation_" in name:  # Janus-Pro's output of images
         return {}
     if name.endswith("patch_embedding.weight") and array.ndim == 2:  # stored pixel by pixel, not colour by colour
@@ -126,6 +167,7 @@ def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[
 class Siglip(VisionModel):
     #: Whether the grids of images or tiles can differ from the grid of the position table.
     any_size = False
+    has_last_norm = True
 
     def encoded(self) -> Any:
         """Record the layers, and return their normed output."""
@@ -133,9 +175,11 @@ class Siglip(VisionModel):
         if not self.side:
             raise ModelError("clip.vision.image_size is less than a patch: the file is broken")
         n = self.weights.n_rows("v.position_embd.weight") if self.any_size else self.side**2
+        if math.isqrt(n) ** 2 != n:
+            raise ModelError(f"v.position_embd.weight has {n} rows, which are not a square: the file is broken")
         self.position_table = self.table("v.position_embd.weight", n, self.n_embd)
         x = self.layers(self.embedded(self.patch_matrix(), has_positions=True))
-        return self.vector_norm(x, "v.post_ln", self.eps)
+        return self.vector_norm(x, "v.post_ln", self.eps) if self.has_last_norm else x
 
 
 class Gemma3(Siglip):
@@ -179,6 +223,43 @@ class Janus(Siglip):
         square.paste(resized(image, height, width, "bicubic"), ((size - width) // 2, (size - height) // 2))
         side = size // self.patch_size
         return Prepared((np.asarray(square),), (side * side,), (side, side))
+
+
+class GlmEdge(Siglip):
+    """An image in the top left of a square. A convolution joins four patches, and two more rows enclose the image."""
+
+    marker = "<|begin_of_image|>"
+    merge = 2
+
+    def read(self) -> None:
+        self.width = self.weights.n_rows("adapter.linear.linear.weight")  # the key is 0 in llama.cpp's files
+        self.ends = [self.table(f"adapter.{name}", self.width) for name in ("boi", "eoi")]
+        self.check_tiles(1, self.image_size)
+        self.meta.skip("has_text_encoder", "has_glm_projector")
+
+    def record(self) -> None:
+        at, weights, n_in = self.at(), self.weights, 4 * self.n_embd
+        x = self.joined(self.encoded())
+        n = (weights.shape("adapter.conv.weight") or (0,))[0]
+        kernel = Reshaped(weights.require("adapter.conv.weight", n, self.n_embd, 2, 2), (n, n_in))
+        x = at.add(Linear(x, Matrix(ColumnsByPart(kernel, 4), weights.require("adapter.conv.bias", n))))
+        x = self.vector_norm(at.linear(x, "adapter.linear.linear", self.width), "adapter.linear.norm1", 1e-5)
+        x, n_ff = at.add(Activation(x, "gelu_erf")), weights.n_rows("adapter.linear.gate.weight")
+        gate, up = (at.linear(x, f"adapter.linear.{name}", n_ff) for name in ("gate", "dense_h_to_4h"))
+        at.linear(at.add(Gated(gate, up, "silu")), "adapter.linear.dense_4h_to_h", self.width)
+
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
+        size, side = self.image_size, self.image_size // self.patch_size // self.merge
+        scale = min(size / image.height, size / image.width)
+        height, width = (max(1, min(int(n * scale), size)) for n in (image.height, image.width))
+        height, width = (size, width) if image.height >= image.width else (height, size)
+        frame = np.zeros((size, size, 3), np.uint8)
+        frame[:height, :width] = np.asarray(resized(image, height, width, "bicubic"))
+        return Prepared((frame,), (side * side + 2,), (side, side))
+
+    def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
+        first, last = (end.reshape(1, 1, -1) for end in self.ends)
+        return np.concatenate([first, rows, last])
 
 
 class Idefics3(Siglip):
@@ -298,3 +379,49 @@ class Lfm2(Siglip):
                 segments += [f"<|img_row_{row + 1}_col_{column + 1}|>", per_tile]
         frames = (*tiles(image, columns, rows, self.tile, "bilinear"), thumbnail)
         return Prepared(frames, (*segments, "<|img_thumbnail|>", n, "<|image_end|>"), grid)
+
+
+class Phi4(Siglip):
+    """An image in its own size, rounded to complete patches, within limits of the number of patches."""
+
+    marker = "<image>"
+    any_size = True
+    has_last_norm = False
+
+    def read(self) -> None:
+        area = self.patch_size**2
+        self.least, self.most = (self.number(f"image_{end}_pixels") // area for end in ("min", "max"))
+        if not 0 < self.least <= self.most:
+            raise ModelError(
+                "clip.vision.image_min_pixels is less than a patch or more than clip.vision.image_max_pixels: the "
+                "file is broken"
+            )
+
+    def record(self) -> None:
+        self.two_linears(self.encoded(), "mm.0", "mm.2")
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        return interpolated(self.position_table, rows, columns)
+
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
+        size = self.patch_size
+        n = min(max((image.height // size) * (image.width // size), self.least), self.most)
+        rows, columns = _largest_grid(image.height, image.width, size, min(n, max_tokens or n))
+        frame = np.asarray(resized(image, rows * size, columns * size, "bilinear"))
+        return Prepared((frame,), (rows * columns,), (rows, columns))
+
+
+def _largest_grid(height: int, width: int, size: int, most: int) -> tuple[int, int]:
+    """Return rows and columns of the largest scaled image with at most ``most`` patches of ``size`` pixels.
+
+    Source: SigLIP 2's ``get_image_size_for_max_num_patches``.
+    """
+
+    def grid(scale: float) -> tuple[int, int]:
+        return max(1, math.ceil(height * scale / size)), max(1, math.ceil(width * scale / size))
+
+    low, high = 1e-6, 100.0
+    while high - low >= 1e-5:
+        scale = (low + high) / 2
+        low, high = (scale, high) if math.prod(grid(scale)) <= most else (low, scale)
+    return grid(low)

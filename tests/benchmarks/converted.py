@@ -121,8 +121,8 @@ def differences(ours: Path, theirs: Path) -> list[str]:
 
 
 #: Models whose files differ on purpose: latents as before 2025, gates of Qwen 3 Next as in 2025, Llama 4 with numbers
-#: other than llama.cpp's defaults, CogVLM with the matrices for images that llama.cpp requires, Granite 4 with
-#: another architecture's name, and keys for experts in a model without experts.
+#: other than llama.cpp's defaults, CogVLM with the matrices for images that llama.cpp requires, and Granite 4
+#: with another architecture's name.
 OTHERWISE = {
     "cogvlm",
     "cogvlm-2",
@@ -131,7 +131,6 @@ OTHERWISE = {
     "granite-4-moe",
     "llama4",
     "qwen3next-old",
-    "youtu",
 }
 #: Models with settings that llama.cpp's converter loses.
 LOSSY = {"plamo2-window"}

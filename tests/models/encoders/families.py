@@ -352,6 +352,19 @@ FAMILIES: dict[str, Family] = {
         edges(3136, 24 * 28 * 28),
         ON_GRID,
     ),
+    "phi4": Family(
+        "Phi4V",
+        "Phi4VConfig",
+        {
+            "text_config": TEXT,
+            "vision_config": siglip("siglip2_vision_model", num_patches=16, num_hidden_layers=3)
+            | {"vision_use_head": False},
+        },
+        ("released", "Phi4VProcessor"),
+        {"min_num_patches": 6, "max_num_patches": 30},
+        ("pixel_values", "spatial_shapes", "pixel_attention_mask"),
+        (*SIZES, (80, 96)),
+    ),
     "pixtral": family(
         "Mistral3",
         MISTRAL,
@@ -406,6 +419,8 @@ def like(name: str, settings: dict[str, Any], **changes: Any) -> Family:
     return replace(FAMILIES[name], settings=FAMILIES[name].settings | settings, **changes)
 
 
+YOUTU = parsed("q_lora_rank=24 kv_lora_rank=32 qk_nope_head_dim=32 qk_rope_head_dim=32 v_head_dim=32 head_dim=32")
+NEMOTRON = parsed("ssm_state_size=16 mamba_num_heads=8 mamba_head_dim=16 n_groups=2 mlp_hidden_act=relu2")
 EXAONE_VISION = FAMILIES["qwen2.5vl_merger"].settings["vision_config"]
 GLM_46V = ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil")
 INTERN_VISION = FAMILIES["internvl"].settings["vision_config"]
@@ -418,6 +433,42 @@ FAMILIES |= {
         },
         model="Exaone4_5_ForConditionalGeneration",
         config="Exaone4_5_Config",
+    ),
+    "youtuvl": Family(
+        "YoutuVL",
+        "YoutuVLConfig",
+        {
+            "text_config": TEXT | YOUTU | {"num_key_value_heads": 4},
+            "vision_config": siglip("siglip2_vision_model", num_patches=16, num_hidden_layers=3)
+            | {"vision_use_head": False, "window_size": 64, "fullatt_block_indexes": [1], "spatial_merge_size": 2},
+        },
+        ("released", "YoutuVLProcessor"),
+        {"max_num_patches": 64},
+        ("pixel_values", "spatial_shapes"),
+        (*SIZES, (400, 250)),
+    ),
+    "adapter": Family(
+        "GlmEdgeV",
+        "GlmEdgeVConfig",
+        {
+            "text_config": TEXT | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+            "vision_config": siglip("siglip_vision_model", image_size=56, patch_size=14, vision_use_head=False),
+        },
+        ("mllama.image_processing_pil_mllama", "MllamaImageProcessorPil"),
+        SQUARE | {"max_image_tiles": 1, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3},
+    ),
+    "nemotron_v2_vl": Family(
+        "NemotronVL",
+        "NemotronVLConfig",
+        {
+            "text_config": TEXT | NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
+            "vision_config": SIGLIP
+            | {"intermediate_size": 288, "image_size": 64, "patch_size": 16, "max_img_size": 128}
+            | {"num_hidden_layers": 4},
+        },
+        ("released", "NemotronVLProcessor"),
+        parsed("image_size=64 max_num_tiles=6 patch_size=16 downsample_ratio=0.5 do_rescale=True num_image_token=4")
+        | {"norm_mean": [0.48, 0.45, 0.4], "norm_std": [0.26, 0.25, 0.27]},
     ),
     "gemma4uv": like(
         "gemma4v",
@@ -548,8 +599,8 @@ def processor_of(name: str) -> Any:
 def make_processor(name: str, options: dict[str, Any]) -> Any:
     """A family's image processor with other options."""
     module, kind = FAMILIES[name].processor
-    if hasattr(minicpmv, kind):
-        return getattr(minicpmv, kind)(**options)
+    if (own := next((each for each in (minicpmv, released) if hasattr(each, kind)), None)) is not None:
+        return getattr(own, kind)(**options)
     if "_pil_" not in module:
         return by_pillow(module, kind)(**options)
     processor = getattr(import_module(f"transformers.models.{module}"), kind)(**options)

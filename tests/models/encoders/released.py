@@ -1,5 +1,5 @@
-"""Published checkpoints of models that transformers lacks: rewritten checkpoints of its similar models, and dots.ocr,
-which consists of its parts.
+"""Published checkpoints of models that transformers lacks: rewritten checkpoints of its similar models, and models
+that consist of its parts.
 """
 
 from __future__ import annotations
@@ -7,14 +7,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+siglip2 = pytest.importorskip("transformers.models.siglip2.image_processing_pil_siglip2")
+got_ocr2 = pytest.importorskip("transformers.models.got_ocr2.image_processing_pil_got_ocr2")
 dots3_note = pytest.importorskip("transformers.models.dots3_note.modeling_dots3_note")
 
 Tensors = dict[str, Any]
@@ -37,6 +41,21 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any], Tensors], Tensors], 
     tensors = change(config, tensors)
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def save(model: Any, folder: Path, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Write config.json and a model's tensors. ``names``: as in `rewrite`."""
+    from safetensors.torch import save_file
+
+    (folder / "config.json").write_text(json.dumps(values))
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        for pattern, replacement in names.items():
+            name = re.sub(pattern, replacement, name)
+        tensors[name] = tensor.contiguous()
+    if values.get("tie_word_embeddings"):
+        del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
 
 
 def as_kimi_vl(folder: Path) -> None:
@@ -199,6 +218,311 @@ class DotsOCR(torch.nn.Module):  # type: ignore[misc, name-defined]
                     name = name.replace(f"mlp.{part}", f"mlp.fc{number}")
             tensors[name] = tensor.contiguous()
         save_file(tensors, folder / "model.safetensors")
+
+
+class Phi4VConfig:
+    def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
+        self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
+
+
+class Phi4V(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Phi-4 reasoning vision: SigLIP 2 without its last layer, two matrices, and Phi-3."""
+
+    def __init__(self, config: Phi4VConfig) -> None:
+        super().__init__()
+        self.config = config
+        vision, text = transformers.Siglip2VisionConfig(**config.vision), transformers.Phi3Config(**config.text)
+        self.vision_model, self.llm = transformers.Siglip2VisionModel(vision), transformers.Phi3ForCausalLM(text)
+        layers = torch.nn.Linear(vision.hidden_size, text.hidden_size), torch.nn.GELU()
+        self.mm_projector = torch.nn.Sequential(*layers, torch.nn.Linear(text.hidden_size, text.hidden_size))
+
+    def get_input_embeddings(self) -> Any:
+        return self.llm.get_input_embeddings()
+
+    def get_image_features(self, **seen: Any) -> SimpleNamespace:
+        states = self.vision_model(**seen, output_hidden_states=True).hidden_states[-2]
+        rows = [state[mask.bool()] for state, mask in zip(states, seen["pixel_attention_mask"], strict=True)]
+        return SimpleNamespace(pooler_output=[self.mm_projector(row) for row in rows])
+
+    def forward(self, input_ids: Any, **seen: Any) -> Any:
+        embeddings = self.get_input_embeddings()(input_ids).clone()
+        rows = self.get_image_features(**seen).pooler_output
+        embeddings[input_ids == self.config.image_token_id] = torch.cat(rows)
+        return self.llm(inputs_embeds=embeddings)
+
+    def save_pretrained(self, folder: Path) -> None:
+        values = self.llm.config.to_dict() | {"model_type": "phi4-siglip", "architectures": ["Phi4ForCausalLMV"]}
+        values |= {"vision_config": self.vision_model.config.to_dict(), "mm_hidden_size": 72, "use_s2": False}
+        values |= {"mm_projector_type": "mlp2x_gelu", "mm_vision_tower": "google/siglip2-so400m-patch16-naflex"}
+        names = {
+            r"^llm\.": "",
+            r"^vision_model\.": "model.vision_tower.vision_tower.vision_model.",
+            "^mm": "model.mm",
+        }
+        save(self, folder, values, names)
+
+
+class Phi4VProcessor:
+    """SigLIP 2's processor, which scales only images with less or more patches than the limits."""
+
+    def __init__(self, min_num_patches: int, max_num_patches: int) -> None:
+        self.limits = min_num_patches, max_num_patches
+        self.processor = siglip2.Siglip2ImageProcessorPil(max_num_patches=max_num_patches)
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.processor.save_pretrained(folder)
+        file = folder / "preprocessor_config.json"
+        values = json.loads(file.read_text("utf-8")) | {"min_num_patches": self.limits[0]}
+        file.write_text(json.dumps(values | {"image_processor_type": "Siglip2ImageProcessorNoUpscale"}), "utf-8")
+
+    def __call__(self, images: list[Any], return_tensors: str) -> dict[str, Any]:
+        seen: dict[str, list[Any]] = {}
+        for image in images:
+            n = max(1, (image.height // 16) * (image.width // 16))
+            n = min(max(n, self.limits[0]), self.limits[1])
+            for name, value in self.processor([image], max_num_patches=n, return_tensors=return_tensors).items():
+                padding = [0] * (2 * value.ndim - 3) + [self.limits[1] - n, 0, 0]
+                if name != "spatial_shapes":
+                    value = torch.nn.functional.pad(value, padding)
+                seen.setdefault(name, []).append(value)
+        return {name: torch.cat(values) for name, values in seen.items()}
+
+
+class YoutuVLConfig:
+    def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
+        self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
+
+
+class YoutuVL(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Youtu-VL: the layers of SigLIP 2 with another attention, a merger, and Youtu-LLM. Patches stay row by row."""
+
+    def __init__(self, config: YoutuVLConfig) -> None:
+        super().__init__()
+        self.config = config
+        vision, text = transformers.Siglip2VisionConfig(**config.vision), transformers.YoutuConfig(**config.text)
+        self.vision_model, self.llm = transformers.Siglip2VisionModel(vision), transformers.YoutuForCausalLM(text)
+        self.ln_q, n = torch.nn.RMSNorm(vision.hidden_size, eps=1e-6), 4 * vision.hidden_size
+        layers = torch.nn.Linear(n, n), torch.nn.GELU(), torch.nn.Linear(n, text.hidden_size)
+        self.mlp = torch.nn.Sequential(*layers)
+
+    def get_input_embeddings(self) -> Any:
+        return self.llm.get_input_embeddings()
+
+    def get_image_features(self, pixel_values: Any, spatial_shapes: Any) -> SimpleNamespace:
+        images = zip(pixel_values, spatial_shapes.tolist(), strict=True)
+        return SimpleNamespace(pooler_output=[self.image(patches, *shape) for patches, shape in images])
+
+    def image(self, patches: Any, rows: int, columns: int) -> Any:
+        vision, values = self.vision_model, self.config.vision
+        x = vision.embeddings.patch_embedding(patches[: rows * columns])
+        places = torch.tensor([[row, column] for row in range(rows) for column in range(columns)])
+        windows = places // (values["window_size"] // 16)
+        is_near = (windows[:, None] == windows).all(-1)
+        dim = x.shape[1] // values["num_attention_heads"] // 2
+        angles = places[:, :, None] * 10_000 ** (-torch.arange(0, dim, 2) / dim)
+        turns = torch.polar(torch.ones(1), angles.reshape(len(x), 1, -1))
+        for i, layer in enumerate(vision.encoder.layers):
+            seen = torch.ones_like(is_near) if i in values["fullatt_block_indexes"] else is_near
+            x = x + self.attention(layer.self_attn, layer.layer_norm1(x), turns, seen)
+            x = x + layer.mlp(layer.layer_norm2(x))
+        x = self.ln_q(vision.post_layernorm(x)).reshape(rows, columns, -1)
+        tokens = [x[i : i + 2, j : j + 2].flatten() for i in range(0, rows, 2) for j in range(0, columns, 2)]
+        return self.mlp(torch.stack(tokens))
+
+    def attention(self, weights: Any, x: Any, turns: Any, seen: Any) -> Any:
+        q, k, v = (
+            each(x).reshape(len(x), weights.num_heads, -1)
+            for each in (weights.q_proj, weights.k_proj, weights.v_proj)
+        )
+        turned = [torch.complex(*each.chunk(2, dim=-1)) * turns for each in (q, k)]
+        q, k = (torch.cat([each.real, each.imag], dim=-1) for each in turned)
+        scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
+        mixed = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.swapaxes(0, 1)
+        return weights.out_proj(mixed.swapaxes(0, 1).flatten(1))
+
+    def forward(self, input_ids: Any, **seen: Any) -> Any:
+        embeddings = self.get_input_embeddings()(input_ids).clone()
+        rows = self.get_image_features(**seen).pooler_output
+        embeddings[input_ids == self.config.image_token_id] = torch.cat(rows)
+        return self.llm(inputs_embeds=embeddings)
+
+    def save_pretrained(self, folder: Path) -> None:
+        values = self.llm.config.to_dict() | {"model_type": "youtu_vl"}
+        values |= {"architectures": ["YoutuVLForConditionalGeneration"], "image_token_id": 7}
+        names = {
+            r"^llm\.": "",
+            r"^vision_model\.": "siglip2.vision_model.",
+            r"^(ln_q|mlp)": r"merger.\1",
+        }
+        vision = self.vision_model.config.to_dict() | self.config.vision | {"out_hidden_size": 48}
+        save(self, folder, values | {"vision_config": vision}, names)
+
+
+class YoutuVLProcessor:
+    """SigLIP 2's processor for images that are already scaled, by steps of 2%, to complete tokens."""
+
+    def __init__(self, max_num_patches: int) -> None:
+        self.most = max_num_patches
+        self.processor = siglip2.Siglip2ImageProcessorPil(max_num_patches=max_num_patches)
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.processor.save_pretrained(folder)
+
+    def __call__(self, images: list[Any], return_tensors: str) -> Any:
+        scaled = [image.resize(self.size(*image.size), Image.Resampling.BILINEAR) for image in images]
+        return self.processor(scaled, do_resize=False, return_tensors=return_tensors)
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        percent = 100
+        while True:
+            wide, tall = (max(32, -(-side * percent // 3200) * 32) for side in (width, height))
+            if wide * tall <= self.most * 256:
+                return wide, tall
+            percent -= 2
+
+
+class GlmEdgeVConfig:
+    def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
+        self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
+
+
+class GlmEdgeV(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """GLM-Edge-V: SigLIP, an adapter with a convolution and a gate, and GLM."""
+
+    def __init__(self, config: GlmEdgeVConfig) -> None:
+        super().__init__()
+        self.config = config
+        vision, text = transformers.SiglipVisionConfig(**config.vision), transformers.GlmConfig(**config.text)
+        self.vit, self.llm = transformers.SiglipVisionModel(vision), transformers.GlmForCausalLM(text)
+        linear, n, n_ff = partial(torch.nn.Linear, bias=False), text.hidden_size, text.intermediate_size
+        self.conv, self.norm1 = torch.nn.Conv2d(vision.hidden_size, n, 2, stride=2), torch.nn.LayerNorm(n)
+        self.linear_proj, self.gate_proj, self.dense_h_to_4h = linear(n, n), linear(n, n_ff), linear(n, n_ff)
+        self.dense_4h_to_h = linear(n_ff, n)
+        self.boi, self.eoi = (torch.nn.Parameter(torch.randn(1, 1, n)) for _ in range(2))
+
+    def get_input_embeddings(self) -> Any:
+        return self.llm.get_input_embeddings()
+
+    def get_image_features(self, pixel_values: Any) -> SimpleNamespace:
+        pixels = pixel_values.reshape(-1, *pixel_values.shape[-3:])
+        x = self.vit(pixels).last_hidden_state
+        side = int(x.shape[1] ** 0.5)
+        x = self.conv(x.swapaxes(1, 2).reshape(len(x), -1, side, side)).flatten(2).swapaxes(1, 2)
+        x = torch.nn.functional.gelu(self.norm1(self.linear_proj(x)))
+        x = self.dense_4h_to_h(torch.nn.functional.silu(self.gate_proj(x)) * self.dense_h_to_4h(x))
+        ends = [end.expand(len(x), -1, -1) for end in (self.boi, self.eoi)]
+        return SimpleNamespace(pooler_output=torch.cat([ends[0], x, ends[1]], dim=1))
+
+    def forward(self, input_ids: Any, pixel_values: Any) -> Any:
+        embeddings = self.get_input_embeddings()(input_ids).clone()
+        rows = self.get_image_features(pixel_values).pooler_output
+        embeddings[input_ids == self.config.image_token_id] = rows.flatten(0, 1)
+        return self.llm(inputs_embeds=embeddings)
+
+    def save_pretrained(self, folder: Path) -> None:
+        values = self.llm.config.to_dict() | {"architectures": ["GlmForCausalLM"], "boi_token_id": 7}
+        names = {
+            r"^llm\.": "",
+            r"^vit\.": "model.vision.vit.model.vision_model.",
+            r"^(conv|boi|eoi)": r"model.vision.adapter.\1",
+            r"^(linear_proj|norm1|gate_proj|dense_)": r"model.vision.adapter.linear.\1",
+        }
+        save(self, folder, values | {"vision_config": self.vit.config.to_dict()}, names)
+
+
+class NemotronVLConfig:
+    def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
+        self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
+
+
+class NemotronVL(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Nemotron Nano 2 VL: transformers' RADIO, a projector and Nemotron-H."""
+
+    def __init__(self, config: NemotronVLConfig) -> None:
+        super().__init__()
+        self.config = config
+        vision, text = transformers.RadioConfig(**config.vision), transformers.NemotronHConfig(**config.text)
+        self.vision_model, self.llm = transformers.RadioModel(vision), transformers.NemotronHForCausalLM(text)
+        self.vision_model.make_preprocessor_external()
+        for layer in self.vision_model.encoder.layer:
+            layer.layer_scale1 = layer.layer_scale2 = torch.nn.Identity()
+        n = 4 * vision.hidden_size
+        self.mlp1 = torch.nn.ModuleDict(
+            {
+                "0": torch.nn.RMSNorm(n, eps=1e-5),
+                "1": torch.nn.Linear(n, 40, bias=False),
+                "3": torch.nn.Linear(40, text.hidden_size, bias=False),
+            }
+        )
+
+    def get_input_embeddings(self) -> Any:
+        return self.llm.get_input_embeddings()
+
+    def get_image_features(self, pixel_values: Any) -> SimpleNamespace:
+        x = self.vision_model(pixel_values).features
+        side = int(x.shape[1] ** 0.5)
+        x = x.reshape(len(x), side // 2, 2, side // 2, 2, -1).transpose(2, 3).reshape(len(x), side**2 // 4, -1)
+        x = torch.relu(self.mlp1["1"](self.mlp1["0"](x))) ** 2
+        return SimpleNamespace(pooler_output=self.mlp1["3"](x))
+
+    def forward(self, input_ids: Any, pixel_values: Any) -> Any:
+        embeddings = self.get_input_embeddings()(input_ids).clone()
+        rows = self.get_image_features(pixel_values).pooler_output
+        embeddings[input_ids == self.config.image_token_id] = rows.flatten(0, 1)
+        return self.llm(inputs_embeds=embeddings)
+
+    def save_pretrained(self, folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        self.llm.save_pretrained(folder)
+        text = json.loads((folder / "config.json").read_text("utf-8"))
+        sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers", "patch_size")
+        vision = {name: self.config.vision[name] for name in sizes}
+        vision |= {"intermediate_size": 4 * vision["hidden_size"], "version": "radio_v2.5-h"}
+        vision |= {"adaptor_names": None, "args": {"model": "vit_huge_patch16_224"}, "max_resolution": 64}
+        values = {"model_type": "NemotronH_Nano_VL_V2", "architectures": ["NemotronH_Nano_VL_V2"]}
+        values |= {"llm_config": text, "vision_config": vision, "downsample_ratio": 0.5, "ps_version": "v2"}
+        values |= {"force_image_size": self.config.vision["image_size"], "image_tag_type": "internvl"}
+        values |= {"img_context_token": "<image>", "img_context_token_id": 7, "use_thumbnail": True}
+        (folder / "config.json").write_text(json.dumps(values))
+        names = {
+            r"^embeddings\.patch_projection": "model.patch_generator.embedder",
+            r"^embeddings\.position_embedding": "model.patch_generator.pos_embed",
+            r"^embeddings\.cls_register_token": "model.patch_generator.cls_token.token",
+            r"^encoder\.layer\.": "model.blocks.",
+            r"attention\.o_proj": "attn.proj",
+        }
+        tensors = {}
+        for name, tensor in self.vision_model.state_dict().items():
+            for pattern, replacement in names.items():
+                name = re.sub(pattern, replacement, name)
+            tensors[f"vision_model.radio_model.{name}"] = tensor
+        for name in [name for name in tensors if ".q_proj." in name]:
+            parts = [tensors.pop(name.replace(".q_", f".{k}_")) for k in "qkv"]
+            tensors[name.replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
+        tensors |= {f"mlp1.{name}": tensor for name, tensor in self.mlp1.state_dict().items()}
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            tensors[f"language_model.{name}"] = tensor
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+class NemotronVLProcessor:
+    """InternVL's processor with the settings of Nemotron Nano 2 VL."""
+
+    def __init__(self, image_size: int = 512, max_num_tiles: int = 12, **values: Any) -> None:
+        self.values = {"image_size": image_size, "max_num_tiles": max_num_tiles, "use_thumbnail": True} | values
+        colours = {name: self.values[f"norm_{name[6:]}"] for name in ("image_mean", "image_std")}
+        size = {"height": image_size, "width": image_size}
+        self.processor = got_ocr2.GotOcr2ImageProcessorPil(
+            size=size, crop_to_patches=True, min_patches=1, max_patches=max_num_tiles, **colours
+        )
+
+    def save_pretrained(self, folder: Path) -> None:
+        values = self.values | {"image_processor_type": "NemotronNanoVLV2ImageProcessor"}
+        (folder / "preprocessor_config.json").write_text(json.dumps(values), "utf-8")
+
+    def __call__(self, images: list[Any], return_tensors: str) -> Any:
+        return self.processor(images, return_tensors=return_tensors)
 
 
 def as_qwen_omni(folder: Path) -> None:
