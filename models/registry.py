@@ -151,7 +151,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hunyuan-moe": Architecture("hunyuan", "Hunyuan A13B", "hunyuan_v1_moe"),
     "hunyuan_vl": Architecture("hunyuan", "HunyuanOCR, text", "hunyuan_vl hunyuan_vl_text"),
     "hy_v3": Architecture("hy_v3", "Hunyuan 3", "hy_v3", has_block=True),
-    "hy_v4": Architecture("hy_v4", "Hunyuan 4, text", "hy_v4"),
+    "hy_v4": Architecture("hy_v4", "Hunyuan 4, text", "hy_v4 hy_v4_vl hy_v4_vl_text"),
     "internlm2": Architecture("internlm2", "InternLM 2 and 2.5", "internlm2"),
     "jais": Architecture("jais", "Jais 1", "jais"),
     "jais2": Architecture("nemotron", "Jais 2", "jais2"),
@@ -185,7 +185,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": Architecture("mamba2", "Mamba 2", "mamba2"),
     "maple": Architecture("maple", "Maple", "maple MapleForCausalLM"),
     "mellum": Architecture("mellum", "Mellum 2", "mellum"),
-    "mimo2": Architecture("mimo2", "MiMo V2", "mimo_v2_flash"),
+    "mimo2": Architecture("mimo2", "MiMo V2 and V2.5", "mimo_v2_flash mimo_v2"),
     "minicpm": Architecture("granite", "MiniCPM 1 and 2", "minicpm"),
     "minicpm3": Architecture("minicpm3", "MiniCPM 3", "minicpm3"),
     "minimax-01": Architecture(

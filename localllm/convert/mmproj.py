@@ -45,7 +45,7 @@ _NAMES = {
 
 #: Tensors of the text model, and audio tensors in models for images.
 _OTHERS = re.compile(
-    r"^(thinker\.)?(model\.)?(language_model|text_model|layers|norm|embed_tokens)\b"
+    r"^(thinker\.)?(model\.)?(language_model|text_model|layers|norm|embed_tokens|hc_head)\b"
     r"|^(thinker\.)?(lm_head|mtp|llm|apm|tts|audio_projection_layer|talker|token2wav|code2wav)\."
 )
 _SOUNDS = re.compile(r"^(thinker\.)?(model\.)?(audio_tower|embed_audio)\.")

@@ -275,8 +275,11 @@ class EncoderModel:
             up, down = down, up
         names = ("ffn_gate", up) if "ffn_gate.weight" in at.weights else (up,)
         y, *gate = at.add(ops.Linears(x, tuple(at.weights.matrix(name, self.n_embd, self.n_ff) for name in names)))
-        y = at.add(ops.Gated(y, gate[0], self.activation) if gate else ops.Activation(y, self.activation))
+        y = self.gated(at, y, gate[0]) if gate else at.add(ops.Activation(y, self.activation))
         return self.project(at, y, down, "ls2", residual)
+
+    def gated(self, at: Layer, gate: Tensor, up: Tensor) -> Tensor:
+        return at.add(ops.Gated(gate, up, self.activation))
 
     def project(self, at: Layer, x: Tensor, name: str, scale: str, residual: Tensor | None) -> Tensor:
         """Return residual + x times a matrix, with a factor per output value if the file contains factors."""

@@ -63,8 +63,10 @@ PROJECTORS: dict[str, Projector] = {
     "glm4v": Projector(
         "qwen", "Glm4V", "GLM-4.1V to 4.6V, GLM-OCR", "glm4 glm4moe", "glm4v glm4v_moe glm46v glm_ocr"
     ),
+    "glm5v": Projector("glm5", "Glm5V", "GLM-5.3 Flash", "glm5-next", "glm5_next"),
     "granite4_vision": Projector("granite", "Granite4Vision", "Granite 4 Vision", "granite", "granite4_vision"),
     "hunyuanvl": Projector("hunyuan", "HunyuanVL", "HunyuanOCR, HunyuanVL", "hunyuan_vl", "hunyuan_vl"),
+    "hunyuanvl4": Projector("hunyuan", "HunyuanVL4", "Hunyuan 4 VL", "hy_v4", "hy_v4_vl"),
     "idefics3": Projector("siglip", "Idefics3", "Idefics 3, SmolVLM", "llama", "idefics3 smolvlm"),
     "internvl": Projector(
         "internvl",
@@ -79,6 +81,7 @@ PROJECTORS: dict[str, Projector] = {
     "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
     "lightonocr": Projector("pixtral", "LightOnOCR", "LightOnOCR", "qwen3", "lighton_ocr"),
     "llama4": Projector("llama4", "Llama4", "Llama 4", "llama4", "llama4"),
+    "mimovl": Projector("mimo", "MiMoVL", "MiMo V2.5", "mimo2", "mimo_v2"),
     "minicpmv4_6": Projector("minicpm", "MiniCPMV", "MiniCPM-V 4.6", "qwen35", "minicpmv4_6"),
     "minimax_m3": Projector("minimax", "MiniMaxM3", "MiniMax-M3", "minimax-m3", "minimax_m3_vl"),
     "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6", "llama qwen2", "llava llava_next"),
