@@ -117,6 +117,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek32": Architecture("deepseek32", "DeepSeek V3.2", "deepseek_v32", has_block=True),
     "deepseek4": Architecture("deepseek4", "DeepSeek V4, text", "deepseek_v4"),
     "dots1": Architecture("dots1", "dots.llm1", "dots1"),
+    "dots3note": Architecture("dots3note", "Dots 3 Note", "dots3_note dots3_note_text"),
     "dream": Architecture("dream", "Dream", "Dream", diffusion=DREAM),
     "ernie4_5": Architecture("ernie4_5", "ERNIE 4.5, dense", "ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5", "ERNIE 4.5 with experts", "ernie4_5_moe"),

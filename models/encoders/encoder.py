@@ -36,6 +36,7 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "attention.head_count_kv": (0, 1024),
     "block_count": (0, 512),
     "embedding_length": (1, 1 << 16),
+    "expert_used_count": (1, 1 << 10),
     "feed_forward_length": (0, 1 << 18),
     "image_max_pixels": (1, 1 << 25),
     "image_min_pixels": (0, 1 << 25),

@@ -63,7 +63,7 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
-    if name.startswith(("audio_encoder.", "speech_embeddings.")):
+    if name.startswith("speech_embeddings."):
         return {}
     if name.endswith("patch_embed.proj.weight"):
         return {"v.patch_embd.weight": array[:, :, 0], "v.patch_embd.weight.1": array[:, :, 1]}

@@ -55,6 +55,7 @@ PROJECTORS: dict[str, Projector] = {
     "deepseekocr2": Projector(
         "deepseek_ocr", "DeepSeekOCR2", "DeepSeek-OCR 2", "deepseek2-ocr", "deepseek_ocr2 DeepseekOCR2ForCausalLM"
     ),
+    "dots3note_v": Projector("dots_ocr", "Dots3Note", "Dots 3 Note", "dots3note", "dots3_note"),
     "dots_ocr": Projector("dots_ocr", "DotsOCR", "dots.ocr", "qwen2", "dots_ocr"),
     "exaone4_5": Projector("qwen", "Exaone45", "EXAONE 4.5", "exaone4", "exaone4_5"),
     "gemma3": Projector("siglip", "Gemma3", "Gemma 3", "gemma3", "gemma3"),
@@ -109,6 +110,7 @@ PROJECTORS: dict[str, Projector] = {
         "resampler", "Resampler", "MiniCPM-V 2.5 to 4.5, MiniCPM-o", "llama qwen2 qwen3", "minicpmv minicpmo"
     ),
     "step3vl": Projector("step3vl", "Step3VL", "Step 3.7 Flash", "step35", "step3p7"),
+    "dots3note_a": Projector("dots_sound", "Dots3NoteSound", "Dots 3 Note", "dots3note", "dots3_note", kind="audio"),
     "gemma4a": Projector("gemma4_sound", "Gemma4Sound", "Gemma 4", "gemma4", "gemma4", kind="audio"),
     "gemma4ua": Projector(
         "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"

@@ -18,6 +18,7 @@ import pytest
 from localllm.convert import Checkpoint, MmprojCheckpoint
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import parsed, write_tokenizer
+from tests.models import tiny
 
 Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
@@ -153,6 +154,26 @@ FAMILIES: dict[str, Family] = {
         "deepseek_ocr2 DeepseekOcr2",
         {"size": {"height": 128, "width": 128}, "tile_size": 64, "max_patches": 2},
         "pixel_values pixel_values_local num_local_patches",
+    ),
+    "dots3note_v": Family(
+        "Dots3NoteForConditionalGeneration",
+        "Dots3NoteConfig",
+        {
+            "text_config": tiny.CONFIG
+            | tiny.LATENTS
+            | tiny.INDEXER
+            | tiny.DOTS3
+            | {"max_position_embeddings": 1024, "index_topk": 512},
+            "vision_config": SIGLIP
+            | parsed("hidden_size=96 moe_intermediate_size=32 capacity_factor=2 adapter_in_dim=96 adapter_out_dim=64")
+            | {"num_hidden_layers": 3, "pyramid_num_routed": [-1, 4, 6]},
+            "audio_config": SIGLIP
+            | {"hidden_size": 96, "downsample_hidden_size": 16, "adapter_input_size": 96, "adapter_out_dim": 64},
+        },
+        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+        edges(3136, 16 * 28 * 28) | {"temporal_patch_size": 1},
+        ("pixel_values", "image_grid_thw"),
+        release=released.as_dots3_note,
     ),
     "dots_ocr": Family(
         "DotsOCR",
@@ -653,6 +674,8 @@ def make(name: str, folder: Path) -> Any:
         for key, buffer in model.named_buffers():
             if key.endswith(("_min", "_max")):  # bounds that clip some values
                 buffer.fill_(-2.0 if key.endswith("_min") else 1.5)
+            elif key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
             elif ".std_" in key:
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
     if name == "hunyuanvl":

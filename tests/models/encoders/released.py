@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.models import tiny
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 dots3_note = pytest.importorskip("transformers.models.dots3_note.modeling_dots3_note")
@@ -63,6 +65,42 @@ def as_kimi_vl(folder: Path) -> None:
     processor = {"in_token_limit": most, "patch_size": 14, "num_pooled_tokens": 1024, "pad_input": True}
     processor |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "merge_kernel_size": [2, 2]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor), "utf-8")
+
+
+def as_dots3_note(folder: Path) -> None:
+    """Restore the names of settings in released checkpoints."""
+
+    def change(config: dict[str, Any], tensors: Tensors) -> Tensors:
+        vision, text = config.pop("vision_config"), config.pop("text_config")
+        config |= tiny.as_dots3_note(text, {})[0] | {"image_token_id": 7, "audio_token_id": 8}
+        experts = vision.pop("per_layer_config")
+        counts = [experts.get(str(i), {}).get("num_local_experts", -1) for i in range(vision["num_hidden_layers"])]
+        vision |= {"embed_dim": vision["hidden_size"], "pyramid_num_routed": counts, "model_type": "dots_vit_moe"}
+        vision |= {"hidden_size": vision["adapter_out_dim"], "capacity_factor": vision.pop("num_experts_per_tok")}
+        vision |= {"router_scale": vision.pop("router_scaling_factor"), "router_scoring_func": "sigmoid"}
+        vision |= {"adapter_type": "patch_merger", "pre_pixel_shuffle": True, "use_qk_norm": True, "use_bias": False}
+        vision |= {"temporal_patch_size": 1, "is_causal": False}
+        for name in ("rope_parameters", "mlp_layer_types", "num_local_experts", "attention_bias", "mlp_bias"):
+            del vision[name]
+        config["vision_config"], audio = vision, config.pop("audio_config")
+        names = {"hidden_size": "d_model", "intermediate_size": "encoder_ffn_dim", "feature_size": "num_mel_bins"}
+        names |= {f"num_{x}": f"encoder_{x.removeprefix('hidden_')}" for x in ("hidden_layers", "attention_heads")}
+        sizes = {theirs: audio[ours] for ours, theirs in names.items()} | {"activation_function": "swiglu"}
+        config["audio_config"] = {"whisper_config": sizes, "use_conv2d_stem": True, "use_rope": True} | {
+            "use_rms_norm": True,
+            "use_causal": False,
+            "merge_factor": 1,
+            "chunk_seconds": 60,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "whisper_adapter_in_dim": audio["adapter_input_size"],
+            "whisper_adapter_out_dim": audio["adapter_out_dim"],
+            "downsample_hidden_size": audio["downsample_hidden_size"],
+        }
+        return tensors
+
+    rewrite(folder, change, {})
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({"vision_config": json.loads(path.read_text("utf-8"))}), "utf-8")
 
 
 def as_hunyuan_4(folder: Path) -> None:
