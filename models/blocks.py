@@ -531,7 +531,8 @@ def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, expert_ids
     w, n, bias = at.weights, experts.n, None
     is_nvfp4 = w.type_of("ffn_down_exps.weight") is GGMLType.NVFP4
     if expert_ids is None:
-        bias = w.find("exp_probs_b" if "exp_probs_b" in w else "exp_probs_b.bias", n)
+        names = (name for end in ("", ".bias", ".weight") if (name := f"exp_probs_b{end}") in w)
+        bias = w.find(next(names, "exp_probs_b"), n)
     return at.add(
         ops.Route(
             at.linear(x, "ffn_gate_inp", n),  # [T, E]

@@ -87,13 +87,16 @@ class Latents:
     scale: float  # factor on scores
 
     @classmethod
-    def read(cls, m: Header, scale: float = 1.0, *, has_value_length: bool = True) -> Latents:
+    def read(
+        cls, m: Header, scale: float = 1.0, *, has_value_length: bool = True, n_heads: int | None = None
+    ) -> Latents:
         """Read a file's keys. Old files use other keys, which describe separate keys and values for each head.
 
-        Without ``has_value_length``, the heads' values share the hidden width equally.
+        Without ``has_value_length``, the heads' values share the hidden width equally. By default, ``n_heads`` is the
+        number for all layers in the file.
         """
         meta, n_layers = m.meta, m.config.n_layers
-        n_heads = meta.read_uniform("attention.head_count", n_layers, high=1 << 14)
+        n_heads = n_heads or meta.read_uniform("attention.head_count", n_layers, high=1 << 14)
         meta.skip("attention.head_count_kv", "attention.key_length", "attention.value_length")  # of the latents
         n_latent = meta.read("attention.kv_lora_rank", int, low=1, high=512)
         n_rot = meta.read("rope.dimension_count", int, low=0, high=128)
@@ -185,8 +188,11 @@ def latent_attention(
     if has_gate:
         gate = at.linear(x, "attn_gate", w.n_rows("attn_gate.weight"))
     sinks = w.vector("attn_sinks", n) if has_sinks else None
-    cache = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True)
-    k_norm = g.HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))
+    cache, k_norm = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True), None
+    if "attn_k_norm.weight" in w:
+        k = at.add(ops.SideBySide(normed_parts(at, k, n_latent)))
+    else:
+        k_norm = g.HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))
     q = at.add(
         ops.RopeAppend(at.add(ops.HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm, q_scale=q_scale)
     )
@@ -196,3 +202,10 @@ def latent_attention(
     if gate is not None:
         y = at.add(ops.HeadGate(y, gate, "sigmoid") if gate.width == n else ops.Gated(gate, y, "sigmoid"))
     return at.linear(y, "attn_output", d, residual=residual)
+
+
+def normed_parts(at: Layer, k: Tensor, n_latent: int) -> tuple[Tensor, Tensor]:
+    """Return the normed latent and the normed rotated part of a key."""
+    parts = range(n_latent), range(n_latent, k.width)
+    latent, rotated = (at.add(ops.Columns(k, part)) for part in parts)
+    return norm(at, "attn_kv_a_norm", latent), norm(at, "attn_k_norm", rotated)

@@ -13,6 +13,8 @@ from localllm.kernels.operations import HyperWeights, Linear, MixStreams, RMSNor
 from localllm.models import deepseek2, deepseek32
 from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header
+from localllm.models.hf_convert import axes_keys
+from localllm.models.rope import with_axes
 
 HF_NAMES = {"self_attn.linear_gate": "attn_gate", "self_attn.learnable_sink_param": "attn_sinks"}
 for x in ("fn", "base", "scale"):
@@ -26,15 +28,19 @@ def hf_keys(config: Any) -> dict[str, Any]:
     if (getattr(config, "n_group", None) or 1) > 1:
         raise ModelError("config.json has experts in groups, which GGUF files of Hunyuan 4 have no key for")
     dense = sum(kind == "dense" for kind in config.mlp_layer_types)
-    return deepseek32.hf_keys(config) | {
-        "leading_dense_block_count": getattr(config, "first_k_dense_replace", dense),
-        "expert_group_count": None,
-        "expert_group_used_count": None,
-        "swiglu_clamp_exp": [config.swiglu_limit] * config.num_hidden_layers,
-        "hyper_connection.count": config.hc_mult,
-        "hyper_connection.epsilon": config.hc_eps,
-        "hyper_connection.magnitude": config.hc_magnitude,
-    }
+    return (
+        deepseek32.hf_keys(config)
+        | {
+            "leading_dense_block_count": getattr(config, "first_k_dense_replace", dense),
+            "expert_group_count": None,
+            "expert_group_used_count": None,
+            "swiglu_clamp_exp": [config.swiglu_limit] * config.num_hidden_layers,
+            "hyper_connection.count": config.hc_mult,
+            "hyper_connection.epsilon": config.hc_eps,
+            "hyper_connection.magnitude": config.hc_magnitude,
+        }
+        | axes_keys(config)
+    )
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class Connections:
 
 def record(m: Header) -> Graph:
     rope, scale = deepseek2.make_latent_rope(m)
+    rope = with_axes(m, rope, in_turn=True)
     experts, connections = m.experts(gating="sigmoid"), Connections.read(m)
     experts = experts and replace(experts, limits_input=True)
     latents, ffn, limits = deepseek2.Latents.read(m, scale), m.feed_forward(experts), m.gate_limits()

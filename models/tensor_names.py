@@ -14,6 +14,7 @@ _SIMILAR = {
     "cohere2moe": "dots1 cohere2",
     "deepseek32": "glm-dsa",
     "dflash": "qwen3",
+    "dots3note": "glm-dsa",
     "gemma4-assistant": "gemma4",
     "glm5-next": "kimi-linear glm-dsa",
     "granite_swa": "granitehybrid",

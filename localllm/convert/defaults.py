@@ -41,7 +41,7 @@ PROCESSOR_TYPES: dict[str, str] = _TABLES["processor_types"] | {"deepseek_vl_v2"
 
 #: Types whose classes are not in transformers, or have other names there.
 LIKE: dict[str, str] = _TABLES["text_types"] | {
-    "kimi_k2": "deepseek_v3", "llama_bidirec": "llama", "phi4-siglip": "phi3",
+    "kimi_k2": "deepseek_v3", "llama_bidirec": "llama", "mimo_v2": "mimo_v2_flash", "phi4-siglip": "phi3",
 }
 
 #: Classes that come with the checkpoints.

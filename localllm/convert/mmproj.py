@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,14 @@ _NAMES = {
 
 #: Tensors of the text model, and audio tensors in models for images.
 _OTHERS = re.compile(
-    r"^(thinker\.)?(model\.)?(language_model|text_model|layers|norm|embed_tokens)\b"
+    r"^(thinker\.)?(model\.)?(language_model|text_model|layers|norm|embed_tokens|hc_head)\b"
     r"|^(thinker\.)?(lm_head|mtp|llm|apm|tts|audio_projection_layer|talker|token2wav|code2wav)\."
 )
-_SOUNDS = re.compile(r"^(thinker\.)?(model\.)?(audio_tower|embed_audio)\.")
+#: Sections of preprocessor_config.json of Kimi and of Dots 3 Note.
+_PROCESSOR_SECTIONS = ("media_proc_cfg", "vision_config")
+#: Tensors of numbered experts, which are stacked to one tensor in GGUF files.
+_EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
+_SOUNDS = re.compile(r"^(thinker\.)?(model\.)?(audio_tower|embed_audio|audio_encoder)\.")
 
 
 class MmprojCheckpoint(ConvertedFolder):
@@ -131,16 +135,16 @@ def _processor(folder: Path, kind: str, media: str) -> CheckpointSettings:
     file = "processor_config.json"
     values = read_json(folder / file).get(section)
     if not isinstance(values, dict):
-        file, section = "preprocessor_config.json", "media_proc_cfg"  # a section of Kimi's
+        file = "preprocessor_config.json"
         values = read_json(folder / file)
-        section = section if isinstance(values.get(section), dict) else ""
+        section = next((name for name in _PROCESSOR_SECTIONS if isinstance(values.get(name), dict)), "")
         values = values[section] if section else values
         if media == "audio" and "feature_extractor_type" not in values:  # a processor of images
             values = {}
     for name in ("do_resize", "do_rescale", "do_normalize"):
         if name in values and values[name] is None:  # which some processors read as true, and others as false
             raise ModelError(f"{file} has {name} = null: set it to true or false")
-    if section == "media_proc_cfg" or media == "audio":
+    if section in _PROCESSOR_SECTIONS or media == "audio":
         defaults = None
     else:
         name = str(values.get("image_processor_type", PROCESSOR_TYPES.get(kind)))
@@ -191,9 +195,13 @@ def _tensors(
 ) -> dict[str, CheckpointTensor]:
     names = {media: {**layer_names(media), **family.conversion.names} for media, (family, _) in families.items()}
     found: dict[str, CheckpointTensor] = {}
+    experts: dict[str, dict[int, Source]] = {}
     for name, source in sources.items():
         media = "audio" if _SOUNDS.search(name) or "image" not in families else "image"
         if _OTHERS.search(name) or media not in families or name.endswith((".inv_freq", "position_ids")):
+            continue
+        if number := _EXPERT.search(name):
+            experts.setdefault(_EXPERT.sub("", name), {})[int(number[1])] = source
             continue
         of = *families[media], names[media]
         for ours, array in _changed(name, placeholder(source.shape, empty_row(source.type)), *of).items():
@@ -205,6 +213,18 @@ def _tensors(
             is_half = array.dtype.itemsize == 2
             type = source.type if keeps and is_half else GGMLType.F32
             found[ours] = CheckpointTensor(ours, array.shape, type, read)
+    for name, numbered in experts.items():
+        parts = [numbered[i] for i in range(len(numbered))]
+        if len({(part.shape, part.type) for part in parts}) > 1:
+            raise ModelError(f"the experts of {quoted(name)} have different shapes: is the folder complete?")
+        (ours,) = _changed(
+            name, placeholder(parts[0].shape, empty_row(parts[0].type)), *families["image"], names["image"]
+        )
+
+        def read_all(parts: Sequence[Source] = parts) -> Iterator[Array]:
+            return (part.values()[None] for part in parts)
+
+        found[ours] = CheckpointTensor(ours, (len(parts), *parts[0].shape), parts[0].type, read_all)
     return found
 
 

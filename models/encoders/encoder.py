@@ -36,6 +36,7 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "attention.head_count_kv": (0, 1024),
     "block_count": (0, 512),
     "embedding_length": (1, 1 << 16),
+    "expert_used_count": (1, 1 << 10),
     "feed_forward_length": (0, 1 << 18),
     "image_max_pixels": (1, 1 << 26),
     "image_min_pixels": (0, 1 << 25),
@@ -275,8 +276,11 @@ class EncoderModel:
             up, down = down, up
         names = ("ffn_gate", up) if "ffn_gate.weight" in at.weights else (up,)
         y, *gate = at.add(ops.Linears(x, tuple(at.weights.matrix(name, self.n_embd, self.n_ff) for name in names)))
-        y = at.add(ops.Gated(y, gate[0], self.activation) if gate else ops.Activation(y, self.activation))
+        y = self.gated(at, y, gate[0]) if gate else at.add(ops.Activation(y, self.activation))
         return self.project(at, y, down, "ls2", residual)
+
+    def gated(self, at: Layer, gate: Tensor, up: Tensor) -> Tensor:
+        return at.add(ops.Gated(gate, up, self.activation))
 
     def project(self, at: Layer, x: Tensor, name: str, scale: str, residual: Tensor | None) -> Tensor:
         """Return residual + x times a matrix, with a factor per output value if the file contains factors."""

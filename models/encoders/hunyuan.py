@@ -1,5 +1,5 @@
 """HunyuanOCR and HunyuanVL (arXiv:2511.19575): images of any size. Four patches become a token. An additional token
-ends each row of the image, one precedes the image, and one follows it.
+ends each row of the image, one precedes the image, and one follows it. In Hunyuan 4, only rows have such a token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.graph import Matrix
+from localllm.errors import ModelError
+from localllm.kernels.graph import Matrix, Tensor
 from localllm.kernels.operations import Activation, Linear, RMSNorm
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, require_same
 from localllm.models.encoders.images import interpolated
@@ -31,6 +32,7 @@ HF_NAMES = {
 for merger in ("perceive", "patch_merger"):
     HF_NAMES |= {
         f"{merger}.before_rms": "mm.pre_norm",
+        f"{merger}.norm": "mm.pre_norm",
         f"{merger}.mlp": "mm.model.fc",
         f"{merger}.after_rms": "mm.post_norm",
         f"{merger}.image_newline": "v.image_newline",
@@ -48,8 +50,9 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision = c.vision
     merge = vision.get("spatial_merge_size", 2)
     require_same(c, patch_size=vision["patch_size"], merge_size=merge, temporal_patch_size=1)
+    is_4 = c.values["model_type"] == "hy_v4_vl"
     return {
-        "projector_type": "hunyuanvl",
+        "projector_type": "hunyuanvl4" if is_4 else "hunyuanvl",
         "use_gelu": True,
         "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-5),
         "vision.image_size": vision.get("max_image_size", 2048),
@@ -66,8 +69,23 @@ class HunyuanVL(QwenVision):
     around = "<｜hy_place▁holder▁no▁100｜>", "<｜hy_place▁holder▁no▁101｜>"
     is_numbered = exact_gelu = True
     limits = 512 * 512, 2048 * 2048
+    #: Number of additional tokens before and after the image.
+    n_marks = 2
+    #: The grid is this much longer when positions are interpolated.
+    excess = 0.0
 
     def record(self) -> None:
+        x, n_wide = self.record_merger()
+        weights = self.weights
+        self.last = weights.matrix("mm.model.fc", n_wide, self.width)
+        self.last_norm = weights.vector("mm.post_norm", self.width)
+        self.marks = [weights.require(f"mm.image_{end}", self.width) for end in ("begin", "end")]
+        self.newline = weights.require("v.image_newline", n_wide)
+        weights.skip("v.view_seperator")  # for videos
+        self.graph.add(RMSNorm(self.graph.add(Linear(x, self.last)), self.last_norm, self.eps))
+
+    def record_merger(self) -> tuple[Tensor, int]:
+        """Record the layers and the merger. Returns its output and the output's width."""
         d, size, weights = self.n_embd, self.merge, self.weights
         side = self.image_size // self.patch_size
         self.position_table = self.table("v.position_embd.weight", side**2, d)
@@ -79,27 +97,22 @@ class HunyuanVL(QwenVision):
         last = weights.require("mm.2.weight", n_wide, n, 1, 1)
         x = self.graph.add(Activation(x, "gelu_erf"))
         x = self.graph.add(Linear(x, Matrix(Reshaped(last, (n_wide, n)), weights.find("mm.2.bias", n_wide))))
-        self.last = weights.matrix("mm.model.fc", n_wide, self.width)
-        self.last_norm = weights.vector("mm.post_norm", self.width)
-        self.marks = [weights.require(f"mm.image_{end}", self.width) for end in ("begin", "end")]
-        self.newline = weights.require("v.image_newline", n_wide)
-        weights.skip("v.view_seperator")  # for videos
-        self.graph.add(RMSNorm(self.graph.add(Linear(x, self.last)), self.last_norm, self.eps))
+        return x, n_wide
 
     def positions(self, rows: int, columns: int) -> Pixels:
-        return interpolated(self.position_table, rows, columns, has_antialiasing=False)
+        return interpolated(self.position_table, rows, columns, has_antialiasing=False, excess=self.excess)
 
     def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         prepared = super().prepare(image, max_tokens)
         rows, columns = prepared.grid
-        return replace(prepared, segments=(rows * (columns + 1) + 2,), grid=(rows, columns + 1))
+        return replace(prepared, segments=(rows * (columns + 1) + self.n_marks,), grid=(rows, columns + 1))
 
     def grid(self, image: Any, max_tokens: int | None) -> tuple[int, int]:
-        """Return the grid. ``max_tokens`` includes the additional tokens, of which there are at least four."""
+        """Return the grid. ``max_tokens`` includes the additional tokens."""
         most = max_tokens
         while True:
             rows, columns = super().grid(image, most)
-            if max_tokens is None or rows * (columns + 1) + 2 <= max_tokens or rows * columns == 1:
+            if max_tokens is None or rows * (columns + 1) + self.n_marks <= max_tokens or rows * columns == 1:
                 return rows, columns
             most = rows * columns - 1
 
@@ -116,7 +129,27 @@ class HunyuanVL(QwenVision):
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
         begin, newline, end = self.marking[:, None, None]
-        n, columns = prepared.grid
-        lines = rows.reshape(n, columns - 1, 1, -1)
-        lines = np.concatenate([lines, np.broadcast_to(newline, (n, 1, 1, lines.shape[3]))], axis=1)
-        return np.concatenate([begin, lines.reshape(-1, 1, lines.shape[3]), end])
+        return np.concatenate([begin, with_newlines(prepared, rows, newline), end])
+
+
+class HunyuanVL4(HunyuanVL):
+    marker, around = "<|image_pad|>", ("", "")
+    is_numbered = False
+    n_marks, excess = 0, 0.1
+
+    def record(self) -> None:
+        _, n_wide = self.record_merger()
+        if n_wide != self.width:
+            raise ModelError(f"mm.2 has {n_wide} rows instead of {self.width}: the file is broken")
+        self.newline = self.weights.require("v.image_newline", self.width)
+
+    def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
+        return with_newlines(prepared, rows, floats(self.newline))
+
+
+def with_newlines(prepared: Prepared, rows: Pixels, newline: Pixels) -> Pixels:
+    """Return the rows of an image with an additional row at the end of each row of tokens."""
+    n, columns = prepared.grid
+    lines = rows.reshape(n, columns - 1, 1, -1)
+    lines = np.concatenate([lines, np.broadcast_to(newline, (n, 1, 1, lines.shape[3]))], axis=1)
+    return lines.reshape(-1, 1, lines.shape[3])

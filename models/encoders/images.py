@@ -207,18 +207,25 @@ def smart_resize(height: int, width: int, factor: int, low: int, high: int) -> t
 
 
 def interpolated(
-    table: NDArray[np.float32], rows: int, columns: int, *, has_antialiasing: bool = True, repeats_edges: bool = True
+    table: NDArray[np.float32],
+    rows: int,
+    columns: int,
+    *,
+    has_antialiasing: bool = True,
+    repeats_edges: bool = True,
+    excess: float = 0.0,
 ) -> NDArray[np.float32]:
     """Interpolate a square table of positions [n * n, d] to another grid, with antialiasing for smaller grids.
 
-    Outside the table are its edges, or zeros unless ``repeats_edges``.
+    Outside the table are its edges, or zeros unless ``repeats_edges``. The sides of the grid count as longer by
+    ``excess``.
 
     Source: SigLIP 2's ``resize_positional_embeddings``, which uses torch's bilinear interpolation.
     """
     n = int(len(table) ** 0.5)
     square = table.reshape(n, n, -1)
     for axis, size in enumerate((rows, columns)):
-        scale = n / size
+        scale = n / (size + excess)
         centre = (np.arange(size, dtype=np.float32) + 0.5) * scale - 0.5
         away = np.abs(np.arange(n, dtype=np.float32) - centre[:, None])
         weights = np.maximum(1 - away / (max(scale, 1) if has_antialiasing else 1), 0).astype(np.float32)

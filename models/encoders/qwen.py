@@ -13,7 +13,7 @@ import numpy as np
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix, Rows, Tensor, Weight
-from localllm.kernels.operations import Activation, Gated, Input, Linear, Outputs
+from localllm.kernels.operations import Activation, Input, Linear, Outputs
 from localllm.models.blocks import add, norm
 from localllm.models.encoders.encoder import (
     EncoderCheckpoint,
@@ -289,7 +289,7 @@ class Glm4V(QwenVision):
         x = self.vector_norm(at.linear(x, "mm.model.fc", width), "mm.post_norm", 1e-5)
         x = at.add(Activation(x, "gelu_erf"))
         n_ff = self.weights.n_rows("mm.up.weight")
-        y = at.add(Gated(at.linear(x, "mm.gate", n_ff), at.linear(x, "mm.up", n_ff), "silu"))
+        y = self.gated(at, at.linear(x, "mm.gate", n_ff), at.linear(x, "mm.up", n_ff))
         at.linear(y, "mm.down", width)
 
     def positions(self, rows: int, columns: int) -> Pixels | None:

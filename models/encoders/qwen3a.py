@@ -101,7 +101,7 @@ class Qwen3Sound(SoundModel):
             chunk = frame[start : start + _CHUNK]
             x = np.pad(chunk, ((0, _CHUNK - len(chunk)), (0, 0))).T[:, :, None]  # [bands, time, channels]
             for kernel, bias in self._convolutions:
-                x = yield from convolved(x, kernel, partial(_activated, bias))
+                x = yield from convolved(x, kernel, partial(activated, bias))
             n = _n_tokens(len(chunk))
             rows_of_chunks.append(np.hstack([x.transpose(1, 2, 0).reshape(x.shape[1], -1), self.position_table])[:n])
         rows = np.concatenate(rows_of_chunks)
@@ -120,6 +120,6 @@ def _n_tokens(n_frames: int) -> int:
     return seconds * _TOKENS + -(-n_rest // 8)
 
 
-def _activated(bias: Pixels, y: Pixels) -> Pixels:
-    activated: Pixels = gelu_erf(y + bias)
-    return activated
+def activated(bias: Pixels, y: Pixels) -> Pixels:
+    values: Pixels = gelu_erf(y + bias)
+    return values

@@ -56,6 +56,7 @@ PROJECTORS: dict[str, Projector] = {
     "deepseekocr2": Projector(
         "deepseek_ocr", "DeepSeekOCR2", "DeepSeek-OCR 2", "deepseek2-ocr", "deepseek_ocr2 DeepseekOCR2ForCausalLM"
     ),
+    "dots3note_v": Projector("dots_ocr", "Dots3Note", "Dots 3 Note", "dots3note", "dots3_note"),
     "dots_ocr": Projector("dots_ocr", "DotsOCR", "dots.ocr", "qwen2", "dots_ocr"),
     "exaone4_5": Projector("qwen", "Exaone45", "EXAONE 4.5", "exaone4", "exaone4_5"),
     "gemma3": Projector("siglip", "Gemma3", "Gemma 3", "gemma3", "gemma3"),
@@ -64,8 +65,10 @@ PROJECTORS: dict[str, Projector] = {
     "glm4v": Projector(
         "qwen", "Glm4V", "GLM-4.1V to 4.6V, GLM-OCR", "glm4 glm4moe", "glm4v glm4v_moe glm46v glm_ocr"
     ),
+    "glm5v": Projector("glm5", "Glm5V", "GLM-5.3 Flash", "glm5-next", "glm5_next"),
     "granite4_vision": Projector("granite", "Granite4Vision", "Granite 4 Vision", "granite", "granite4_vision"),
     "hunyuanvl": Projector("hunyuan", "HunyuanVL", "HunyuanOCR, HunyuanVL", "hunyuan_vl", "hunyuan_vl"),
+    "hunyuanvl4": Projector("hunyuan", "HunyuanVL4", "Hunyuan 4 VL", "hy_v4", "hy_v4_vl"),
     "idefics3": Projector("siglip", "Idefics3", "Idefics 3, SmolVLM", "llama", "idefics3 smolvlm"),
     "internvl": Projector(
         "internvl",
@@ -82,6 +85,7 @@ PROJECTORS: dict[str, Projector] = {
     "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
     "lightonocr": Projector("pixtral", "LightOnOCR", "LightOnOCR", "qwen3", "lighton_ocr"),
     "llama4": Projector("llama4", "Llama4", "Llama 4", "llama4", "llama4"),
+    "mimovl": Projector("mimo", "MiMoVL", "MiMo V2.5", "mimo2", "mimo_v2"),
     "minicpmv4_6": Projector("minicpm", "MiniCPMV", "MiniCPM-V 4.6", "qwen35", "minicpmv4_6"),
     "minimax_m3": Projector("minimax", "MiniMaxM3", "MiniMax-M3", "minimax-m3", "minimax_m3_vl"),
     "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6, Yi-VL", "llama qwen2", "llava llava_next"),
@@ -112,6 +116,7 @@ PROJECTORS: dict[str, Projector] = {
     ),
     "step3vl": Projector("step3vl", "Step3VL", "Step 3.7 Flash", "step35", "step3p7"),
     "youtuvl": Projector("youtu", "YoutuVL", "Youtu-VL", "deepseek2", "youtu_vl"),
+    "dots3note_a": Projector("dots_sound", "Dots3NoteSound", "Dots 3 Note", "dots3note", "dots3_note", kind="audio"),
     "gemma4a": Projector("gemma4_sound", "Gemma4Sound", "Gemma 4", "gemma4", "gemma4", kind="audio"),
     "gemma4ua": Projector(
         "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"

@@ -75,6 +75,8 @@ def _rope_defaults(kind: Any) -> dict[str, Any]:
     if not rope:
         return {}
     full, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+    if local and (indexed := rope.get("indexed_attention")):  # the rotated part follows from sizes
+        return {"rope_theta": indexed["rope_theta"], "rope_local_base_freq": local["rope_theta"]}
     if local and full["rope_type"] == local["rope_type"] == "default":
         thetas = {"rope_theta": full["rope_theta"]}
         if full["rope_theta"] != local["rope_theta"] or set(full) != {"rope_type", "rope_theta"}:

@@ -179,6 +179,11 @@ INDEXER = {"index_n_heads": 8, "index_head_dim": 48, "index_topk": 24}
 HY_V4 = parsed("n_group=1 topk_group=1 swiglu_limit=0.7 hc_magnitude=1.7 hc_eps=1e-3") | {
     "indexer_types": ["full", "shared", "full", "shared"]
 }
+DOTS3 = parsed("""
+    n_group=1 topk_group=1 num_hidden_layers=5 sliding_window=7 head_dim=64 shared_experts_intermediate_size=48
+    swa_num_attention_heads=2 swa_num_key_value_heads=2 swa_q_lora_rank=48 swa_kv_lora_rank=96 swa_head_dim=96
+    swa_qk_nope_head_dim=64 swa_qk_rope_head_dim=32 swa_v_head_dim=48 rope_theta=10_000.0 swa_rope_theta=500.0
+""") | {"layer_types": ["full_attention", "sliding_attention", "full_attention", *["sliding_attention"] * 2]}
 GLM53 = {
     "text_config": CONFIG
     | {key: value for key, value in LATENTS.items() if key not in ("n_group", "topk_group")}
@@ -470,6 +475,24 @@ def as_hy_v4(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str,
     for theirs, ours in names.items():
         tensors = {re.sub(theirs, ours, name): tensor for name, tensor in tensors.items()}
     return config, tensors
+
+
+def as_dots3_note(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings with the names in released checkpoints."""
+    rope, layers, kinds = (config.pop(name) for name in ("rope_parameters", "per_layer_config", "layer_types"))
+    names = "num_attention_heads num_key_value_heads q_lora_rank kv_lora_rank head_dim qk_nope_head_dim"
+    local = config | next(iter(layers.values()))
+    config |= {f"swa_{name}": local[name] for name in (*names.split(), "qk_rope_head_dim", "v_head_dim")}
+    config["layer_types"] = [kind.replace("indexed", "full") for kind in kinds]
+    config |= {"rope_theta": rope["indexed_attention"]["rope_theta"], "rope_scaling": None, "use_dsa": True}
+    config |= {"swa_rope_theta": rope["sliding_attention"]["rope_theta"], "k_rope_only_layernorm": True}
+    config |= {"sliding_window_size": config.pop("sliding_window"), "use_sliding_window": True}
+    config["moe_shared_expert_intermediate_size"] = config.pop("shared_experts_intermediate_size")
+    config |= {"first_k_dense_replace": config.pop("mlp_layer_types").count("dense"), "moe_layer_freq": 1}
+    config |= {"apply_mla_qkv_lora_rescale": True, "attention_gate_type": "headwise", "final_norm": "RMSNorm"}
+    config |= {"swa_attention_gate_type": "headwise", "normalization": "RMSNorm", "scoring_func": "sigmoid"}
+    config |= {"topk_method": "noaux_tc", "use_dynamic_rsf": False, "moe_gating_fp32": False}
+    return config | {"model_type": "dots3_note", "architectures": ["Dots3NoteForCausalLM"]}, tensors
 
 
 def as_minicpm(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -808,6 +831,7 @@ TINY: dict[str, Tiny] = {
     "deepseek-v3-old": Tiny("deepseek_v3", "deepseek2", LATENTS, OLD_LATENTS),
     "deepseek-v3.2": Tiny("deepseek_v32", "deepseek32", LATENTS | INDEXER),
     "deepseek-v4": Tiny("deepseek_v4", "deepseek4", DEEPSEEK4, release=as_deepseek_v4, change=choose_by_token),
+    "dots3note": Tiny("dots3_note_text", "dots3note", LATENTS | INDEXER | DOTS3, release=as_dots3_note),
     "dots1": Tiny("dots1", "dots1", ROUTED | {"num_key_value_heads": 4}),
     "ernie4_5": Tiny("ernie4_5", "ernie4_5", {"tie_word_embeddings": True}),
     "ernie4_5-moe": Tiny(

@@ -18,6 +18,7 @@ import pytest
 from localllm.convert import Checkpoint, MmprojCheckpoint
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import parsed, write_tokenizer
+from tests.models import tiny
 
 Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
@@ -102,6 +103,8 @@ WIDE_GRIDS = [[112, 224], [224, 112], [112, 336]]
 QWEN_2_PROCESSOR, ON_GRID = "qwen2_vl Qwen2VL", "pixel_values image_grid_thw"
 
 
+SLIDING = "sliding_attention"
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 SAM = parsed("hidden_size=32 num_hidden_layers=3 num_attention_heads=2 output_channels=16 mlp_dim=48 window_size=3")
 SAM |= {"image_size": 128, "patch_size": 16, "global_attn_indexes": [1], "downsample_channels": [16, 32]}
 DEEPSEEK_OCR = TEXT | {"num_key_value_heads": 4, "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]}
@@ -152,6 +155,26 @@ FAMILIES: dict[str, Family] = {
         {"size": {"height": 128, "width": 128}, "tile_size": 64, "max_patches": 2},
         "pixel_values pixel_values_local num_local_patches",
     ),
+    "dots3note_v": Family(
+        "Dots3NoteForConditionalGeneration",
+        "Dots3NoteConfig",
+        {
+            "text_config": tiny.CONFIG
+            | tiny.LATENTS
+            | tiny.INDEXER
+            | tiny.DOTS3
+            | {"max_position_embeddings": 1024, "index_topk": 512},
+            "vision_config": SIGLIP
+            | parsed("hidden_size=96 moe_intermediate_size=32 capacity_factor=2 adapter_in_dim=96 adapter_out_dim=64")
+            | {"num_hidden_layers": 3, "pyramid_num_routed": [-1, 4, 6]},
+            "audio_config": SIGLIP
+            | {"hidden_size": 96, "downsample_hidden_size": 16, "adapter_input_size": 96, "adapter_out_dim": 64},
+        },
+        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+        edges(3136, 16 * 28 * 28) | {"temporal_patch_size": 1},
+        ("pixel_values", "image_grid_thw"),
+        release=released.as_dots3_note,
+    ),
     "dots_ocr": Family(
         "DotsOCR",
         "DotsOCRConfig",
@@ -184,6 +207,22 @@ FAMILIES: dict[str, Family] = {
         audio_config=None,
     ),
     "glm4v": family("Glm4v", TEXT | GLM_MROPE, GLM_VISION, "glm4v Glm4v", edges(12544, 32 * 28 * 28), ON_GRID),
+    "glm5v": family(
+        "Glm5Next",
+        {key: value for key, value in TEXT.items() if key not in ("head_dim", "num_key_value_heads")}
+        | parsed("""
+            num_key_value_heads=4 q_lora_rank=24 kv_lora_rank=32 qk_nope_head_dim=32 qk_rope_head_dim=0 v_head_dim=32
+            n_routed_experts=4 num_experts_per_tok=2 moe_intermediate_size=32 index_n_heads=2 index_head_dim=32
+            index_topk=512 index_kpool=4 linear_head_dim=16 linear_num_heads=4 num_hidden_layers=2
+        """)
+        | {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]}
+        | {"indexer_types": ["full", "full"]},
+        GLM_VISION | {"projection_intermediate_size": 64, "swiglu_limit": 0.7},
+        "glm5_next Glm5Next",
+        {"min_image_tokens": 4, "max_image_tokens": 16},
+        ON_GRID,
+        (*SIZES, (20, 300), (1, 2000)),
+    ),
     "granite4_vision": Family(
         "Granite4VisionForConditionalGeneration",
         "Granite4VisionConfig",
@@ -220,6 +259,23 @@ FAMILIES: dict[str, Family] = {
         "hunyuan_vl HunYuanVL",
         edges(4096, 16 * 32 * 32),
         ON_GRID,
+    ),
+    "hunyuanvl4": replace(
+        family(
+            "HYV4VL",
+            {key: value for key, value in TEXT.items() if key not in ("head_dim", "num_key_value_heads")}
+            | parsed("""
+            q_lora_rank=24 kv_lora_rank=32 qk_nope_head_dim=32 qk_rope_head_dim=32 v_head_dim=32 n_routed_experts=4
+            num_experts_per_tok=2 moe_intermediate_size=32 index_n_heads=8 index_head_dim=48 index_topk=512
+            num_hidden_layers=2 swiglu_limit=0.7 hc_magnitude=1.7 hc_eps=1e-3
+        """)
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}},
+            SIGLIP | {"max_image_size": 112, "out_hidden_size": 48},
+            "hy_v4_vl HYV4VL",
+            edges(4096, 16 * 32 * 32),
+            ON_GRID,
+        ),
+        release=released.as_hunyuan_4,
     ),
     "idefics3": family(
         "Idefics3",
@@ -300,6 +356,22 @@ FAMILIES: dict[str, Family] = {
         | {"projector_input_dim": 40, "projector_output_dim": 40},
         "torch llama4 Llama4",
         SQUARE | {"max_patches": 5},
+    ),
+    "mimovl": Family(
+        "MiMoV2",
+        "MiMoV2Config",
+        {
+            "text_config": TEXT
+            | parsed("head_dim=16 v_head_dim=8 n_routed_experts=4 num_experts_per_tok=2 moe_intermediate_size=32")
+            | {"num_hidden_layers": 3, "num_key_value_heads": 1, "layer_types": [*["full_attention"] * 2, SLIDING]}
+            | {"sliding_window": 20, "rope_parameters": {"full_attention": HALF_ROTATED, SLIDING: HALF_ROTATED}},
+            "vision_config": parsed("depth=6 hidden_size=72 num_heads=4 num_key_value_heads=2 qk_channels=16")
+            | parsed("intermediate_size=80 patch_size=14 visual_token_window_size=5")
+            | {"vit_window_attn_types": [-1, 0, 1, 1, 0, 1]},
+        },
+        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+        edges(3136, 16 * 28 * 28),
+        ("pixel_values", "image_grid_thw"),
     ),
     "minicpmv4_6": family(
         "MiniCPMV4_6",
@@ -653,6 +725,8 @@ def make(name: str, folder: Path) -> Any:
         for key, buffer in model.named_buffers():
             if key.endswith(("_min", "_max")):  # bounds that clip some values
                 buffer.fill_(-2.0 if key.endswith("_min") else 1.5)
+            elif key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
             elif ".std_" in key:
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
     if name == "hunyuanvl":

@@ -34,7 +34,7 @@ from tests.models.encoders.families import (
     torch,
     transformers,
 )
-from tests.models.encoders.released import as_qwen_omni
+from tests.models.encoders.released import as_dots3_note, as_qwen_omni
 from tests.models.encoders.test_seeing import check_logits, loading, logits, messages as image_messages
 from tests.models.encoders.test_transformers import encoded
 
@@ -298,7 +298,32 @@ class Gemma4(Gemma4Unified):
         return self.model(input_ids=given, mm_token_type_ids=3 * (given == 9).int(), **seen).logits[0].numpy()
 
 
+class Dots3Note:
+    """transformers' model, which also sees."""
+
+    #: Less than a token, a token without a complete frame, and two chunks.
+    seconds = (0.005, 0.0801, 61.3)
+
+    def __init__(self) -> None:
+        settings = VISION_FAMILIES["dots3note_v"].settings | {"image_token_id": 7, "audio_token_id": 8}
+        config = transformers.Dots3NoteConfig(**settings)
+        self.model = random_model(transformers.Dots3NoteForConditionalGeneration(config))
+
+    def features(self, samples: Samples) -> Any:
+        from transformers.models.dots3_note.feature_extraction_dots3_note import Dots3NoteFeatureExtractor
+
+        seen = Dots3NoteFeatureExtractor()([samples], sampling_rate=RATE)
+        lengths = seen["chunk_sample_lengths"]
+        return self.model.model.get_audio_features(seen["input_features"], lengths).pooler_output
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        processor_of("dots3note_v").save_pretrained(folder)
+        as_dots3_note(folder)
+
+
 FAMILIES: dict[str, Any] = {
+    "dots3note_a": Dots3Note,
     "gemma4a": Gemma4,
     "gemma4ua": Gemma4Unified,
     "musicflamingo": AudioFlamingo,

@@ -106,7 +106,7 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
                 )
             elif name == "muse-glimmer":  # both halves of a patch are the same image
                 theirs = np.split(theirs, 2, axis=1)[0][in_blocks(encoder, each.frames[0])]
-            elif name in ("hunyuanvl", "kimik25", "kimivl", "paddleocr"):
+            elif name in ("hunyuanvl", "hunyuanvl4", "kimik25", "kimivl", "paddleocr"):
                 theirs = theirs.reshape(len(theirs), -1)[in_blocks(encoder, each.frames[0])]
             check_pixels(encoder, frames, theirs)
         for each, rows, (_, theirs) in zip(prepared, encoded(encoder, prepared), expected, strict=True):
@@ -131,6 +131,8 @@ def encoded(encoder: MediaEncoder, prepared: list[Prepared]) -> list[Embeddings]
 def patches_of(encoder: MediaEncoder, frame: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return the graph's input patches, grouped by token, in token order."""
     rows = encoder.model.rows(frame)
+    if encoder.family == "mimovl":  # the outputs are in the order of the second stage
+        return rows.inputs
     return rows.inputs[(rows.outputs[:, None] + np.arange(encoder.model.n_joined)).ravel()]
 
 
@@ -317,9 +319,11 @@ def test_qwen_2_takes_images_as_large_as_its_released_processor(made: Any, name:
         "gemma4v",
         "glm4v",
         "hunyuanvl",
+        "hunyuanvl4",
         "kimik25",
         "lfm2",
         "llama4",
+        "mimovl",
         "minicpmv4_6",
         "mlp 1.6",
         "muse-glimmer",
@@ -335,7 +339,7 @@ def test_a_pixel_budget_is_respected_for_any_shape(made: Any, name: str) -> None
     for shape in ((1, 150), (150, 1), (1, 1), (3, 7), (300, 200)):
         for max_tokens in (
             (1, 5, 100)
-            if name not in ("deepseekocr", "hunyuanvl", "llama4", "mlp 1.6", "resampler")
+            if name not in ("deepseekocr", "hunyuanvl", "hunyuanvl4", "llama4", "mlp 1.6", "resampler")
             else (17, 40, 100)
         ):  # whose minimum is a tile
             assert encoder.prepare(np.zeros((*shape, 3), np.uint8), max_tokens).n_tokens <= max_tokens
