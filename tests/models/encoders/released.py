@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-Image = pytest.importorskip("PIL.Image")
 from tests.models import tiny
 
+Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 siglip2 = pytest.importorskip("transformers.models.siglip2.image_processing_pil_siglip2")
