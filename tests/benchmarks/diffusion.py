@@ -3,9 +3,9 @@
     python -m tests.benchmarks.diffusion [llada] [dream] [-n 64] [--steps 64] [--block-length 32] [-t 2] [-r 3]
     python -m tests.benchmarks.diffusion llada -n 16 --steps 8 --block-length 16 -r 1 --width 256 --layers 2  # short
 
-The models are random, with the layers of the released ones. transformers has these layers under other names, but not
-the loops. So the loop for transformers is written here, in torch, as in LLaDA's release (arXiv:2502.09992): each step
-evaluates prompt and reply, chooses the likeliest token for each mask of the block, and keeps the tokens with the
+The models are random, with the layers of the released ones. transformers contains the layers under other names, but
+not the loops. So the loop for transformers is written here, in torch, as in LLaDA's release (arXiv:2502.09992): each
+step evaluates prompt and reply, chooses the likeliest token for each mask of the block, and keeps the tokens with the
 highest probability. Both sides compute in float32.
 
 The machine's speed drifts, so both sides take turns. Rates are the best of all rounds, and the ratio is the median of
@@ -31,7 +31,7 @@ from localllm.models.registry import ARCHITECTURES
 from tests.models.tiny import DIFFUSION, make_model, write
 
 _COLUMNS = "{:<10} {:>8} {:>9} {:>13} {:>7}  {}"
-#: Tokens that both sides never write: the end of a text, and the mask.
+#: Tokens that both sides never write: the end of the reply, and the mask.
 _END, _MASK = 2, 299
 
 
