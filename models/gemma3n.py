@@ -7,12 +7,14 @@ from __future__ import annotations
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+
 from localllm.kernels import graph as g, operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import gemma4
 from localllm.models.blocks import Layer, add, decoder, norm, read_softcap
 from localllm.models.config import Header
-from localllm.models.hf_convert import GELU_TANH, window_keys
+from localllm.models.hf_convert import GELU_TANH, Array, window_keys
 from localllm.models.rope import make_local_rope, make_rope
 from localllm.models.weights import Reshaped
 
@@ -38,6 +40,16 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "activation_sparsity_scale": [NormalDist().inv_cdf(part) if part else -float("inf") for part in parts],
         "final_logit_softcapping": config.final_logit_softcapping,
     }
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array:
+    """Repeat the first row of the embeddings for layers for the last tokens, which have no row in checkpoints."""
+    if not name.endswith("embed_tokens_per_layer.weight"):
+        return array
+    shape = config.vocab_size, array.shape[1]
+    if array.strides[0] == 0:  # all rows are equal, as in an array that only has a shape
+        return np.broadcast_to(array[:1], shape)
+    return np.concatenate([array, np.broadcast_to(array[:1], (shape[0] - len(array), shape[1]))])
 
 
 def record(m: Header) -> Graph:

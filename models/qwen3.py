@@ -15,7 +15,7 @@ from localllm.models.rope import make_rope, with_axes
 
 def hf_keys(config: Any) -> dict[str, Any]:
     norm = expert_norm(config, usual=True) if "num_experts" in config else {}
-    if "vl" not in config.model_type:
+    if "vl" not in config.model_type and "omni" not in config.model_type:
         return norm
     if norm:
         raise ModelError("config.json has norm_topk_prob = false, but GGUF files of Qwen 3 VL mean true")

@@ -256,6 +256,7 @@ class MediaEncoder:
                 source = yield from _until_done(partial(self._prepared, medium), is_daemon=True)
             prepared.append(source)
         embeddings: dict[int, Embeddings] = {}
+        n_embeddings = 1 + max(len(encoder.model.further) for encoder in self.encoders.values())
         for kind, encoder in self.encoders.items():
             items = [item for item in prepared if item.kind == kind]
             frames = []
@@ -272,7 +273,9 @@ class MediaEncoder:
                 all_rows += rows
             for item in items:
                 mine, all_rows = all_rows[: len(item.frames)], all_rows[len(item.frames) :]
-                embeddings[id(item)] = encoder.model.arranged(item, np.concatenate(mine))
+                arranged = encoder.model.arranged(item, np.concatenate(mine))
+                # Layers that add further embeddings of images add zeros to audio.
+                embeddings[id(item)] = np.pad(arranged, ((0, 0), (0, n_embeddings - arranged.shape[1]), (0, 0)))
         return [embeddings[id(item)] for item in prepared]
 
     def _run(

@@ -223,9 +223,9 @@ class EncoderModel:
         return self.following(rows, frame)
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
-        """Return the rows of an image in the order of its tokens, from the rows of its frames.
+        """Return the rows of an image or audio in the order of its tokens, from the rows of its frames.
 
-        Both have the shape [n, n_embeddings, width].
+        Both have the shape [n, n_embeddings, width]. The result may have more rows.
         """
         return rows
 

@@ -1,5 +1,5 @@
-"""Audio of Gemma 4: a conformer (arXiv:2005.08100; ``gemma4a``). For the 12B model (``gemma4ua``), pieces of 40 ms
-are projected into the text model's space without an encoder.
+"""Audio of Gemma 4: a conformer (arXiv:2005.08100; ``gemma4a``), which `gemma3n_sound` shares. For the 12B model
+(``gemma4ua``), pieces of 40 ms are projected into the text model's space without an encoder.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ class WithDistances(FloatView):
 
     scale: Weight  # [head_dim]
     n_heads: int
-    #: Angle per position of each wave: 0 to 15 periods over 2 * _WINDOW - 1 positions.
-    angles = 2 * np.pi * np.arange(16) / (2 * _WINDOW - 1)
+    window: int  # number of tokens that a token sees, including itself; at most 16
 
     @property
     def name(self) -> str:
@@ -116,15 +115,20 @@ class WithDistances(FloatView):
         dim = self.scale.shape[0]
         return self.n_heads, dim + 32, dim
 
+    @staticmethod
+    def angles(window: int) -> NDArray[np.float64]:
+        """Return the angle per position of each wave: 0 to 15 periods over 2 * window - 1 positions."""
+        return 2 * np.pi * np.arange(16) / (2 * window - 1)
+
     def values(self) -> NDArray[np.float32]:
         n_heads, _, dim = self.shape
-        size = self.whole.shape[1]
+        size, n = self.whole.shape[1], self.window
         steps = np.exp(-math.log(10_000) / max(size // 2 - 1, 1) * np.arange(size // 2))
-        distances = np.arange(_WINDOW)
+        distances = np.arange(n)
         places = np.concatenate([np.sin(distances[:, None] * steps), np.cos(distances[:, None] * steps)], axis=1)
-        vectors = (places @ floats(self.whole).T).reshape(_WINDOW, n_heads, dim)
-        share = np.where(np.arange(16) == 0, 1, 2) / (2 * _WINDOW - 1) * (np.arange(16) < _WINDOW)
-        waves = distances[:, None] * self.angles  # [distances, waves]
+        vectors = (places @ floats(self.whole).T).reshape(n, n_heads, dim)
+        share = np.where(np.arange(16) == 0, 1, 2) / (2 * n - 1) * (np.arange(16) < n)
+        waves = distances[:, None] * self.angles(n)  # [distances, waves]
         cosines, sines = (np.einsum("nf,nhd->hfd", wave * share, vectors) for wave in (np.cos(waves), np.sin(waves)))
         scale = floats(self.scale) * dim**-0.5 / math.log(2)
         matrices = np.concatenate([np.broadcast_to(np.eye(dim), (n_heads, dim, dim)), cosines, -sines], axis=1)
@@ -138,6 +142,7 @@ class WithRoom(FloatView):
 
     n_heads: int
     dim: int
+    scale: float
 
     @property
     def name(self) -> str:
@@ -148,7 +153,7 @@ class WithRoom(FloatView):
         return self.n_heads, self.dim + 32, self.dim
 
     def values(self) -> NDArray[np.float32]:
-        matrix = np.eye(self.dim + 32, self.dim, dtype=np.float32) * (math.log(1 + math.e) / math.log(2))
+        matrix = np.eye(self.dim + 32, self.dim, dtype=np.float32) * self.scale
         return np.broadcast_to(matrix, self.shape)
 
 
@@ -156,6 +161,11 @@ class Gemma4Sound(SoundModel):
     """A conformer with rows of 40 ms, after two convolutions that numpy computes."""
 
     marker = "<|audio|>"
+    window = _WINDOW
+    #: Factor of keys.
+    key_scale = math.log(1 + math.e) / math.log(2)
+    #: Names of the norms before and after attention, of the norm of a layer's output, and of the distances' matrix.
+    names = ("attn_pre_norm", "attn_post_norm", "ln2", "attn_k_rel")
 
     def read(self) -> None:
         self.n_mels = self.number("num_mel_bins")
@@ -177,17 +187,29 @@ class Gemma4Sound(SoundModel):
         return [(floats(kernel).reshape(len(floats(scale)), -1).T, floats(scale)) for kernel, scale in self._stored]
 
     def record(self) -> None:
+        at = self.at()
+        x = self.joined(self.conformer("a.input_projection"))
+        x = at.linear(x, "a.pre_encode.out", self.weights.n_rows("a.pre_encode.out.weight"))
+        x = at.add(ops.RMSNorm(x, None, self.eps))
+        at.linear(x, "mm.a.input_projection", self.width)
+
+    def conformer(self, projection: str) -> Tensor:
+        """Record the input, the matrix ``projection`` and the layers."""
         n_ones = self.n_heads * (self.head_dim + 32)
         x, self.ones = (
             self.graph.add(ops.Input(Tensor(Rows.TOKENS, width), first, self.n_values + n_ones))
             for first, width in ((0, self.n_values), (self.n_values, n_ones))
         )
-        rope = Rope(WithDistances.angles.astype(np.float32), False, first=self.head_dim)
-        at = self.at()
-        x = self.layers(at.linear(x, "a.input_projection", self.n_embd), rope)
-        x = at.linear(self.joined(x), "a.pre_encode.out", self.weights.n_rows("a.pre_encode.out.weight"))
-        x = at.add(ops.RMSNorm(x, None, self.eps))
-        at.linear(x, "mm.a.input_projection", self.width)
+        x = self.at().linear(x, projection, self.n_embd)
+        return self.layers(x, Rope(WithDistances.angles(self.window).astype(np.float32), False, first=self.head_dim))
+
+    def scale(self, at: Layer) -> Weight:
+        """Return the factors of a query's values, [head_dim]."""
+        return at.weights.vector("per_dim_scale", self.head_dim)
+
+    def kernel(self, at: Layer) -> Weight:
+        """Return the kernel of a layer's convolution, [n_embd, 5]."""
+        return at.weights.require("conv_dw.weight", self.n_embd, 5)
 
     def cache(self) -> KVCache:
         return self.graph.kv_cache(self.n_heads, self.head_dim + 32, self.head_dim)
@@ -195,23 +217,23 @@ class Gemma4Sound(SoundModel):
     def layer(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
         """Record one layer: half an MLP, attention, a convolution, and half an MLP."""
         x = self.half_mlp(at, x, "")
-        y, w, dim = norm(at, "attn_pre_norm", x), at.weights, self.head_dim
+        before, after, last, relative_name = self.names
+        y = norm(at, before, x)
         q, k, v = (clamped_linear(at, y, name, self.n_embd) for name in ("attn_q", "attn_k", "attn_v"))
-        relative, scale = w.require("attn_k_rel.weight", self.n_embd, self.n_embd), w.vector("per_dim_scale", dim)
-        q = at.add(ops.HeadLinear(q, WithDistances(relative, scale, self.n_heads)))
-        k = at.add(ops.Add(at.add(ops.HeadLinear(k, WithRoom(relative, self.n_heads, dim))), self.ones))
+        relative = at.weights.require(f"{relative_name}.weight", self.n_embd, self.n_embd)
+        q = at.add(ops.HeadLinear(q, WithDistances(relative, self.scale(at), self.n_heads, self.window)))
+        room = WithRoom(relative, self.n_heads, self.head_dim, self.key_scale)
+        k = at.add(ops.Add(at.add(ops.HeadLinear(k, room)), self.ones))
         q = at.add(ops.RopeAppend(q, k, v, cache, rope))
-        y = clamped_linear(at, at.add(ops.Attention(q, cache, 1.0, _WINDOW, 50.0)), "attn_out", self.n_embd)
-        x = add(at, norm(at, "attn_post_norm", y), x)
+        y = clamped_linear(at, at.add(ops.Attention(q, cache, 1.0, self.window, 50.0)), "attn_out", self.n_embd)
+        x = add(at, norm(at, after, y), x)
         y = clamped_linear(at, norm(at, "conv_norm", x), "conv_pw1", 2 * self.n_embd)
         up, gate = (at.add(ops.Columns(y, columns)) for columns in (range(self.n_embd), range(self.n_embd, y.width)))
-        kernel = w.require("conv_dw.weight", self.n_embd, 5)
-        y = at.add(
-            ops.CausalConv(at.add(ops.Gated(gate, up, "sigmoid")), kernel, at.graph.state("conv", 4, self.n_embd))
-        )
+        state = at.graph.state("conv", 4, self.n_embd)
+        y = at.add(ops.CausalConv(at.add(ops.Gated(gate, up, "sigmoid")), self.kernel(at), state))
         y = at.add(ops.Activation(norm(at, "norm_conv", y), "silu"))
         x = add(at, clamped_linear(at, y, "conv_pw2", self.n_embd), x)
-        return norm(at, "ln2", self.half_mlp(at, x, "_1"))
+        return norm(at, last, self.half_mlp(at, x, "_1"))
 
     def half_mlp(self, at: Layer, x: Tensor, which: str) -> Tensor:
         y = clamped_linear(at, norm(at, f"ffn_norm{which}", x), f"ffn_up{which}", self.n_ff)
@@ -223,6 +245,10 @@ class Gemma4Sound(SoundModel):
         x = frame[:, :, None]  # [time, bands, channels]
         for kernel, scale in self._convolutions:
             x = yield from convolved(x, kernel, partial(_normed, scale, self.eps))
+        return self.rows_of(x)
+
+    def rows_of(self, x: Pixels) -> FrameRows:
+        """Return the rows of the convolutions' result [time, bands, channels]."""
         ones = np.zeros((len(x), self.n_heads, self.head_dim + 32), np.float32)
         ones[:, :, self.head_dim : -16] = 1
         rows = np.hstack([x.reshape(len(x), -1), ones.reshape(len(x), -1)])
@@ -253,14 +279,22 @@ def log_mel(samples: Samples, n_mels: int) -> Pixels:
     n = max(1, (len(samples) - 1) // HOP)
     padded = np.pad(samples.astype(np.float64), (_FRAME // 2, _FRAME))
     frames = np.lib.stride_tricks.sliding_window_view(padded, _FRAME)[::HOP][:n]
-    mels = np.linspace(0, 2595 * np.log10(1 + RATE / 2 / 700), n_mels + 2)
+    magnitudes = np.abs(np.fft.rfft(frames * np.hanning(_FRAME + 1)[:-1].astype(np.float32), _FFT))
+    return np.log(magnitudes @ htk_filters(n_mels, 0, RATE / 2, _FFT) + 1e-3).astype(np.float32)
+
+
+def htk_filters(n_mels: int, low: float, high: float, n_fft: int) -> NDArray[np.float64]:
+    """Return the weight of each frequency of a Fourier transform in each mel band: [n_fft / 2 + 1, n_mels].
+
+    The weights are triangles of height 1 on HTK's scale, from ``low`` to ``high`` Hz.
+    """
+    mels = np.linspace(2595 * math.log10(1 + low / 700), 2595 * math.log10(1 + high / 700), n_mels + 2)
     edges = 700 * (10 ** (mels / 2595) - 1)
-    frequencies = np.linspace(0, RATE / 2, _FFT // 2 + 1)[:, None]
+    frequencies = np.linspace(0, RATE / 2, n_fft // 2 + 1)[:, None]
     rising = (frequencies - edges[:-2]) / np.diff(edges)[:-1]
     falling = (edges[2:] - frequencies) / np.diff(edges)[1:]
-    filters = np.maximum(0, np.minimum(rising, falling))
-    power = np.abs(np.fft.rfft(frames * np.hanning(_FRAME + 1)[:-1].astype(np.float32), _FFT))
-    return np.log(power @ filters + 1e-3).astype(np.float32)
+    filters: NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling))
+    return filters
 
 
 class Gemma4UnifiedSound(SoundModel):

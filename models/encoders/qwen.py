@@ -48,6 +48,7 @@ HF_NAMES = {
     "visual.merger.up_proj": "mm.up",
     "visual.merger.down_proj": "mm.down",
 }
+HF_MEANT: dict[str, tuple[Any, ...]] = {"apply_vit_abs_pos_embed": (True,)}
 #: Activations by the prefix of ``model_type``.
 _ACTIVATIONS = {
     **dict.fromkeys(("exaone4_5", "qwen2_5", "glm"), SILU),
@@ -56,6 +57,8 @@ _ACTIVATIONS = {
 }
 
 
+#: GGUF's names of a merger's parts, by Qwen 3 Omni's names.
+_MERGER = {"ln_q": "norm", "mlp.0": "fc1", "mlp.2": "fc2"}
 #: Side of a window in Qwen 2.5-VL, in pixels.
 WINDOW_PIXELS = 112
 
@@ -146,6 +149,10 @@ def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[
     if "deepstack_merger_list" in parts:
         number = c.vision["deepstack_visual_indexes"][int(parts[-3])]
         return {f"v.deepstack.{number}.{parts[-2].removeprefix('linear_')}.{parts[-1]}": array}
+    if "merger_list" in parts:  # in Qwen 3 Omni
+        at = parts.index("merger_list")
+        number, part = c.vision["deepstack_visual_indexes"][int(parts[at + 1])], ".".join(parts[at + 2 : -1])
+        return {f"v.deepstack.{number}.{_MERGER[part]}.{parts[-1]}": array}
     if c.values["model_type"] in ("qwen2_vl", "qwen2_5_vl") and ".attn.qkv." in name:
         return split_qkv(name, array, f"v.blk.{parts[-4]}.")
     return array

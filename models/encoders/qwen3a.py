@@ -1,7 +1,8 @@
 """Audio encoders of Qwen 3 ASR and Qwen 3 Omni (arXiv:2509.17765): convolutions over each second, then layers whose
 rows see eight seconds.
 
-Graphs have no operation for two-dimensional convolutions. So numpy computes them, before the graph's step.
+Graphs have no operation for two-dimensional convolutions. So numpy computes them, before the graph's step. Each chunk
+is padded to a second; Qwen 3 Omni's code pads it to the longest chunk of the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from localllm.kernels.operations import Input, Linear
 from localllm.kernels.reference import gelu_erf
 from localllm.models.encoders import whisper
 from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, require_same
-from localllm.models.encoders.sounds import RATE, Samples, convolved, log_mel
+from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved, log_mel
 from localllm.models.encoders.whisper import SoundModel
 from localllm.models.hf_convert import Array
 from localllm.models.weights import floats
@@ -30,6 +31,8 @@ HF_NAMES = {
     "audio_tower.conv2d3": "a.conv2d.3",
     "audio_tower.conv_out": "a.conv_out",
     "audio_tower.ln_post": "a.post_ln",
+    "audio_tower.proj1": "mm.a.mlp.1",
+    "audio_tower.proj2": "mm.a.mlp.2",
     "multi_modal_projector.linear_1": "mm.a.mlp.1",
     "multi_modal_projector.linear_2": "mm.a.mlp.2",
 }
@@ -64,6 +67,8 @@ class Qwen3Sound(SoundModel):
     around = ("<|audio_start|>", "<|audio_end|>")
 
     def read(self) -> None:
+        # Qwen 3 ASR's processor extends audio to half a second, Qwen 3 Omni's does not. One token needs three frames.
+        self.least = 3 * HOP if self.meta.find("has_vision_encoder") else RATE // 2
         n, self.n_mels = self.weights.n_rows("a.position_embd.weight"), self.number("num_mel_bins")
         self.n_channels = (self.weights.shape("a.conv2d.1.weight") or (0,))[0]
         if n < _TOKENS or not self.n_channels:
@@ -109,7 +114,7 @@ class Qwen3Sound(SoundModel):
         return FrameRows(rows, np.zeros((3, len(rows)), np.int32), places, np.zeros((2, 0), np.int32))
 
     def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
-        mel = log_mel(np.pad(source, (0, max(0, RATE // 2 - len(source)))), self.n_mels)
+        mel = log_mel(np.pad(source, (0, max(0, self.least - len(source)))), self.n_mels)
         frames = tuple(mel[i : i + _SECONDS * _CHUNK] for i in range(0, len(mel), _SECONDS * _CHUNK))
         return Prepared(frames, (_n_tokens(len(mel)),), (0, 0), kind=self.kind)
 

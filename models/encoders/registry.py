@@ -60,6 +60,7 @@ PROJECTORS: dict[str, Projector] = {
     "dots_ocr": Projector("dots_ocr", "DotsOCR", "dots.ocr", "qwen2", "dots_ocr"),
     "exaone4_5": Projector("qwen", "Exaone45", "EXAONE 4.5", "exaone4", "exaone4_5"),
     "gemma3": Projector("siglip", "Gemma3", "Gemma 3", "gemma3", "gemma3"),
+    "gemma3nv": Projector("gemma3n", "Gemma3n", "Gemma 3n", "gemma3n", "gemma3n"),
     "gemma4v": Projector("gemma4", "Gemma4", "Gemma 4", "gemma4", "gemma4"),
     "gemma4uv": Projector("gemma4", "Gemma4Unified", "Gemma 4 12B", "gemma4", "gemma4_unified"),
     "glm4v": Projector(
@@ -107,9 +108,9 @@ PROJECTORS: dict[str, Projector] = {
     "qwen3vl_merger": Projector(
         "qwen",
         "Qwen3VL",
-        "Qwen 3-VL, Qwen 3.5 and 3.6",
+        "Qwen 3-VL, Qwen 3 Omni, Qwen 3.5 and 3.6",
         "qwen3vl qwen3vlmoe qwen35 qwen35moe",
-        "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
+        "qwen3_vl qwen3_vl_moe qwen3_omni_moe qwen3_5 qwen3_5_moe",
     ),
     "resampler": Projector(
         "resampler", "Resampler", "MiniCPM-V 2.5 to 4.5, MiniCPM-o", "llama qwen2 qwen3", "minicpmv minicpmo"
@@ -117,12 +118,18 @@ PROJECTORS: dict[str, Projector] = {
     "step3vl": Projector("step3vl", "Step3VL", "Step 3.7 Flash", "step35", "step3p7"),
     "youtuvl": Projector("youtu", "YoutuVL", "Youtu-VL", "deepseek2", "youtu_vl"),
     "dots3note_a": Projector("dots_sound", "Dots3NoteSound", "Dots 3 Note", "dots3note", "dots3_note", kind="audio"),
+    "gemma3na": Projector("gemma3n_sound", "Gemma3nSound", "Gemma 3n", "gemma3n", "gemma3n", kind="audio"),
     "gemma4a": Projector("gemma4_sound", "Gemma4Sound", "Gemma 4", "gemma4", "gemma4", kind="audio"),
     "gemma4ua": Projector(
         "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"
     ),
     "qwen3a": Projector(
-        "qwen3a", "Qwen3Sound", "Qwen 3 ASR, Qwen 3 Omni", "qwen3 qwen3vl qwen3vlmoe", "qwen3_asr", kind="audio"
+        "qwen3a",
+        "Qwen3Sound",
+        "Qwen 3 ASR, Qwen 3 Omni",
+        "qwen3 qwen3vl qwen3vlmoe",
+        "qwen3_asr qwen3_omni_moe",
+        kind="audio",
     ),
     "musicflamingo": Projector(
         "whisper", "AudioFlamingo", "Audio Flamingo 3", "qwen2", "audioflamingo3", kind="audio"

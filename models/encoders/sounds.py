@@ -171,13 +171,18 @@ _PIECES = 4
 
 
 def convolved(
-    x: Samples, kernel: Samples, behind: Callable[[Samples], Samples], stride: int = 2
+    x: Samples,
+    kernel: Samples,
+    behind: Callable[[Samples], Samples],
+    stride: int = 2,
+    padding: tuple[tuple[int, int], tuple[int, int]] = ((1, 1), (1, 1)),
 ) -> Generator[None, None, Samples]:
     """Convolve x [height, width, n_in] with a kernel of 3 × 3 [n_in * 9, n_out] and zero padding.
 
-    Return ``behind`` of the result: [⌈height / stride⌉, ⌈width / stride⌉, n_out]. Yields between pieces of the work.
+    Return ``behind`` of the result: [⌈height / stride⌉, ⌈width / stride⌉, n_out] with two zeros of padding per axis.
+    Yields between pieces of the work.
     """
-    padded = np.pad(x, ((1, 1), (1, 1), (0, 0)))
+    padded = np.pad(x, (*padding, (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(0, 1))[::stride, ::stride]
     outputs = []
     for piece in np.array_split(windows, min(_PIECES, len(windows))):

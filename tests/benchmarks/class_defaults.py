@@ -38,7 +38,11 @@ def classes() -> dict[str, Any]:
 
 
 def sections(kind: Any) -> dict[str, Any]:
-    """Return the classes of the sections of a fused model's class, also of optional sections."""
+    """Return the classes of the sections of a fused model's class, also of optional sections.
+
+    The sections of a model that also speaks are in its thinker's section.
+    """
+    kind = kind.sub_configs.get("thinker_config", kind)
     config = kind()
     inner = {name: type(getattr(config, name, None)) for name in _SECTIONS}
     inner |= {name: spec for name, spec in kind.sub_configs.items() if not dataclasses.is_dataclass(inner.get(name))}

@@ -56,6 +56,9 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
         FAMILIES[name].settings["vision_config"]["image_size"] = MINICPM_SIZE
     if name == "qwen3vl_merger":  # llama.cpp needs at least as many layers as there are added rows
         FAMILIES[name].settings["text_config"]["num_hidden_layers"] = 3
+    if name == "gemma3nv":  # sizes that llama.cpp does not read from the file
+        FAMILIES[name].settings["text_config"] |= {"hidden_size_per_layer_input": 256, "laurel_rank": 64}
+        FAMILIES[name].settings["vision_config"]["hidden_size"] = 64  # the text model's
     model = make(name, folder)
     found: dict[str, Any] = {"family": name}
     with localllm.load(folder / "model.gguf", device="cpu", context=1024, threads=2) as llm:
@@ -80,7 +83,8 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
         texts = [mtmd.tokens(chunk) for chunk in chunks]
         seen = [chunk for chunk, text in zip(chunks, texts, strict=True) if text is None]
         rows = np.concatenate([mtmd.encode(chunk) for chunk in seen])
-        found["mtmd"], found["tokens"] = apart(flat, rows), [len(flat), len(rows)]
+        n_rows = min(len(flat), len(rows))  # localllm's images of Gemma 3n end with one more row
+        found["mtmd"], found["tokens"] = apart(flat[:n_rows], rows[:n_rows]), [len(flat), len(rows)]
         print(json.dumps(found), flush=True)
         if len(rows) == len(flat):
             ids: list[int] = []

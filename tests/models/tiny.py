@@ -331,7 +331,7 @@ OLD_LATENTS = Conversion(
     )
 )
 GEMMA3N = parsed("""
-    num_hidden_layers=6 num_kv_shared_layers=2 tie_word_embeddings=True vocab_size_per_layer_input=300
+    num_hidden_layers=6 num_kv_shared_layers=2 tie_word_embeddings=True vocab_size_per_layer_input=280
     hidden_size_per_layer_input=16 laurel_rank=8 final_logit_softcapping=3.0
 """) | {
     "layer_types": [*["sliding_attention", "full_attention"] * 3],

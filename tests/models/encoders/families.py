@@ -23,7 +23,9 @@ from tests.models import tiny
 Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-minicpmv, released = (import_module(f"tests.models.encoders.{name}") for name in ("minicpmv", "released"))
+minicpmv, mobilenetv5, released = (
+    import_module(f"tests.models.encoders.{name}") for name in ("minicpmv", "mobilenetv5", "released")
+)
 
 #: Height and width of odd images: larger than a tile, elongated, and one pixel.
 SIZES = ((75, 130), (211, 64), (1, 1))
@@ -34,8 +36,8 @@ class Family:
     """A tiny model.
 
     Attributes:
-        model, config: names of a class of transformers, `minicpmv` or `released`, and of its configuration, and the
-            settings.
+        model, config: names of a class of transformers, `minicpmv`, `mobilenetv5` or `released`, and of its
+            configuration, and the settings.
         processor: module and name of the class that preprocesses images, and its arguments.
         seen: key in the processor's result of pixels [frames of [3, height, width]] or patches.
         arguments: keys in that result of the arguments of the model's ``get_image_features``.
@@ -65,6 +67,14 @@ QWEN_35 |= {"num_hidden_layers": 2, "linear_num_key_heads": 2, "linear_num_value
 QWEN_35 |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 GEMMA_4 = TEXT | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA_4 |= {"global_head_dim": 12}
+GEMMA_3N = TEXT | parsed("vocab_size=316 vocab_size_per_layer_input=300 hidden_size_per_layer_input=8 laurel_rank=8")
+GEMMA_3N |= parsed("hidden_size=64 num_hidden_layers=2 num_kv_shared_layers=0 intermediate_size=[64,64]")
+GEMMA_3N |= {"activation_sparsity_pattern": [0.95, 0.0], "layer_types": GEMMA_4["layer_types"]}
+#: Ids of images and audio follow the text model's.
+GEMMA_3N_VISION = {"hidden_size": 32, "vocab_offset": 300, "vocab_size": 8}
+GEMMA_3N_AUDIO = {"hidden_size": 64, "conf_num_hidden_layers": 2, "conf_num_attention_heads": 2, "vocab_size": 8}
+GEMMA_3N_AUDIO |= {"vocab_offset": 308}
+GEMMA_3N_TOKENS = {"eoi_token_id": 300, "image_token_id": 301, "eoa_token_id": 308, "audio_token_id": 309}
 
 
 def siglip(model_type: str, **more: Any) -> dict[str, Any]:
@@ -193,6 +203,15 @@ FAMILIES: dict[str, Family] = {
         "gemma3 Gemma3",
         SQUARE,
         mm_tokens_per_image=4,
+    ),
+    "gemma3nv": family(
+        "Gemma3n",
+        GEMMA_3N,
+        GEMMA_3N_VISION,
+        "siglip Siglip",
+        {"size": {"height": 512, "width": 512}, "do_normalize": False, "resample": 2},
+        audio_config=GEMMA_3N_AUDIO,
+        **GEMMA_3N_TOKENS,
     ),
     "gemma4v": family(
         "Gemma4",
@@ -584,6 +603,17 @@ FAMILIES |= {
         model="Qwen2_5OmniThinkerForConditionalGeneration",
         config="Qwen2_5OmniThinkerConfig",
     ),
+    "qwen3vl_merger omni": like(
+        "qwen3vl_merger",
+        {
+            "text_config": TEXT | MROPE | parsed("num_experts=4 num_experts_per_tok=2 moe_intermediate_size=32"),
+            "audio_config": parsed("d_model=32 encoder_layers=1 encoder_attention_heads=2 encoder_ffn_dim=32")
+            | {"downsample_hidden_size": 8, "output_dim": 48},
+        },
+        model="Qwen3OmniMoeThinkerForConditionalGeneration",
+        config="Qwen3OmniMoeThinkerConfig",
+        release=released.as_qwen_omni,
+    ),
     "mlp padded": like(
         "mlp",
         {
@@ -716,8 +746,9 @@ def make(name: str, folder: Path) -> Any:
     """Return the model of a family, saved in a folder with its files, model.gguf and mmproj.gguf."""
     family = FAMILIES[name]
     torch.manual_seed(len(name))
-    library = next(each for each in (minicpmv, released, transformers) if hasattr(each, family.model))
-    config = getattr(library, family.config)(**family.settings | {"image_token_id": 7})
+    libraries = minicpmv, mobilenetv5, released, transformers
+    library = next(each for each in libraries if hasattr(each, family.model))
+    config = getattr(library, family.config)(**{"image_token_id": 7} | family.settings)
     model = getattr(library, family.model)(config).eval().float()
     with torch.no_grad():
         for parameter in model.parameters():

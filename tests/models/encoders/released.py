@@ -703,10 +703,20 @@ def as_qwen_omni(folder: Path) -> None:
     """Rewrite a thinker as a part of a model that also speaks."""
 
     def change(config: dict[str, Any], tensors: Tensors) -> Tensors:
-        thinker = dict(config)
+        thinker, is_3 = dict(config), config["model_type"].startswith("qwen3")
+        kind, name = ("qwen3_omni_moe", "Qwen3OmniMoe") if is_3 else ("qwen2_5_omni", "Qwen2_5Omni")
         config.clear()
-        config |= {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"], "thinker_config": thinker}
-        config |= {"talker_config": {"model_type": "qwen2_5_omni_talker"}, "enable_audio_output": True}
-        return tensors | {"talker.codec_head.weight": torch.zeros(2, 2)}
+        config |= {"model_type": kind, "architectures": [f"{name}Model"], "thinker_config": thinker}
+        config |= {"talker_config": {"model_type": f"{kind}_talker"}, "enable_audio_output": True}
+        if is_3:
+            config |= {"code2wav_config": {"model_type": f"{kind}_code2wav"}, "system_token_id": 8948}
+            thinker |= {"seconds_per_chunk": 2, "position_id_per_seconds": 13, "audio_end_token_id": 151670}
+            thinker["vision_config"] |= {"apply_vit_abs_pos_embed": True, "spatial_patch_size": 16, "in_chans": 3}
+            text = thinker["text_config"]
+            text |= {"use_qk_norm": True, "use_sliding_window": False, "shared_expert_intermediate_size": 0}
+            rope = text.pop("rope_parameters")
+            text["rope_theta"] = rope.pop("rope_theta")
+            text["rope_scaling"] = rope | {"type": "default", "interleaved": True, "mrope_interleaved": True}
+        return tensors | {"talker.codec_head.weight": torch.zeros(2, 2), "code2wav.weight": torch.zeros(2)}
 
     rewrite(folder, change, {"^": "thinker."})

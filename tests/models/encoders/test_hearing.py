@@ -20,15 +20,21 @@ from localllm.convert import Checkpoint, MmprojCheckpoint
 from localllm.engine.media import MediaTokens, PreparedMedia, PromptMedia
 from localllm.loading.devices import open_devices
 from localllm.loading.media_encoder import MediaEncoder
+from localllm.models.encoders import gemma3n_sound
 from localllm.models.encoders.registry import PROJECTORS, read_encoder
 from localllm.models.encoders.sounds import RATE, log_mel, mel_filters
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import write_tokenizer
 from tests.models.encoders.families import (
     FAMILIES as VISION_FAMILIES,
+    GEMMA_3N,
+    GEMMA_3N_AUDIO,
+    GEMMA_3N_TOKENS,
+    GEMMA_3N_VISION,
     GEMMA_4,
     MROPE,
     TEXT,
+    mobilenetv5,
     picture,
     processor_of,
     torch,
@@ -128,6 +134,7 @@ class Qwen25Omni:
 
     #: Less than a token, an odd number of rows, and several chunks with an incomplete last one.
     seconds = (0.01, 0.335, 5.13)
+    images = "qwen2.5o"
 
     def __init__(self) -> None:
         audio = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
@@ -149,12 +156,36 @@ class Qwen25Omni:
             return_attention_mask=True,
             return_tensors="pt",
         )
-        return self.model.get_audio_features(seen["input_features"], seen["attention_mask"]).pooler_output
+        return self.of_spectrogram(seen["input_features"][0, :, : seen["attention_mask"].sum()])
+
+    def of_spectrogram(self, mel: Any) -> Any:
+        return self.model.get_audio_features(mel[None], torch.ones(1, mel.shape[1]).long()).pooler_output
 
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
-        processor_of("qwen2.5o").save_pretrained(folder)
+        processor_of(self.images).save_pretrained(folder)
         as_qwen_omni(folder)
+
+
+class Qwen3Omni(Qwen25Omni):
+    #: Less than a token, an odd number of rows, and more than the eight seconds that a row attends to.
+    seconds = (0.01, 0.335, 9.43)
+    images = "qwen3vl_merger omni"
+
+    def __init__(self) -> None:
+        family = VISION_FAMILIES[self.images].settings
+        audio = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
+        audio |= {"downsample_hidden_size": 8, "output_dim": 48, "num_mel_bins": 80}
+        tokens = {"audio_token_id": 7, "image_token_id": 8, "video_token_id": 9}
+        config = transformers.Qwen3OmniMoeThinkerConfig(**family | {"audio_config": audio}, **tokens)
+        self.model = random_model(transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config))
+
+    def of_spectrogram(self, mel: Any) -> Any:
+        """Encode next to one second of silence, because transformers pads chunks to the longest one in a batch."""
+        n = mel.shape[1]
+        both, mask = torch.zeros(2, 80, max(n, 100)), torch.zeros(2, max(n, 100))
+        both[0, :, :n], mask[0, :n], mask[1, :100] = mel, 1, 1
+        return self.model.get_audio_features(both, mask.long()).pooler_output[:-13]
 
 
 class Ultravox:
@@ -322,14 +353,70 @@ class Dots3Note:
         as_dots3_note(folder)
 
 
+class Gemma3n:
+    """transformers' model, which also sees. Each clip has 188 tokens and <end_of_audio>."""
+
+    #: Less than a frame, clips of several tokens, and two clips.
+    seconds = (0.01, 0.335, 3.01, 31.0)
+
+    def __init__(self) -> None:
+        tokens = GEMMA_3N_TOKENS | {"audio_soft_tokens_per_image": 188}
+        config = transformers.Gemma3nConfig(
+            text_config=GEMMA_3N, vision_config=GEMMA_3N_VISION, audio_config=GEMMA_3N_AUDIO, **tokens
+        )
+        self.model = random_model(mobilenetv5.Gemma3nForConditionalGeneration(config))
+
+    def encoded(self, samples: Samples) -> Any:
+        """Return the features of a clip [n, width]; transformers encodes the padding of clips in a batch too."""
+        seen = transformers.Gemma3nAudioFeatureExtractor()(
+            np.pad(samples, (0, max(0, 513 - len(samples)))), return_tensors="pt"
+        )
+        out = self.model.model.get_audio_features(seen["input_features"], ~seen["input_features_mask"])
+        assert not out.audio_mel_mask.any()
+        return out.pooler_output[0]
+
+    def features(self, samples: Samples) -> Any:
+        embedder = self.model.model.embed_audio
+        padding, rows = embedder(input_ids=torch.tensor([[315]]))[0], []
+        for i in range(0, len(samples), 30 * RATE):
+            clip = self.encoded(samples[i : i + 30 * RATE])
+            rows += [clip, padding.expand(188 - len(clip), -1), self.model.end(embedder)]
+        return torch.cat(rows)
+
+    def logits(self, ids: list[int], sounds: list[Samples]) -> Any:
+        given, clips = torch.tensor(ids), [self.encoded(samples) for samples in sounds]
+        is_sound = given < 0
+        given[is_sound] = 309
+        given[:-1][is_sound[:-1] & ~is_sound[1:]] = 308  # <end_of_audio>
+        n = max(map(len, clips))
+        padded = torch.stack([torch.nn.functional.pad(clip, (0, 0, 0, n - len(clip))) for clip in clips])
+        mask = torch.stack([torch.arange(n) >= len(clip) for clip in clips])
+        out = SimpleNamespace(pooler_output=padded, audio_mel_mask=mask)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(self.model.model, "get_audio_features", lambda *_, **__: out)
+            options = {"input_features": padded, "input_features_mask": mask}
+            return self.model(input_ids=given[None], **options).logits[0].numpy()
+
+    def save(self, folder: Path) -> None:
+        """Save the model with one file for both processors, as in published checkpoints."""
+        self.model.save_pretrained(folder)
+        processor_of("gemma3nv").save_pretrained(folder)
+        file = folder / "preprocessor_config.json"
+        settings = json.loads(transformers.Gemma3nAudioFeatureExtractor().to_json_string())
+        settings |= json.loads(file.read_text("utf-8")) | {"processor_class": "Gemma3nProcessor"}
+        file.write_text(json.dumps(settings), "utf-8")
+
+
 FAMILIES: dict[str, Any] = {
     "dots3note_a": Dots3Note,
+    "gemma3na": Gemma3n,
     "gemma4a": Gemma4,
     "gemma4ua": Gemma4Unified,
     "musicflamingo": AudioFlamingo,
     "qwen2.5o audio": Qwen25Omni,
     "qwen2a": Qwen2Audio,
     "qwen3a": Qwen3ASR,
+    "qwen3a omni": Qwen3Omni,
     "ultravox": Ultravox,
     "voxtral": Voxtral,
 }
@@ -382,6 +469,15 @@ def test_spectrograms_are_those_of_transformers(n_mels: int) -> None:
     np.testing.assert_allclose(mel_filters(n_mels), expected.T, rtol=0, atol=1e-15)
 
 
+@pytest.mark.parametrize("n", [1, 513, 16_007, 480_000])
+def test_spectrograms_of_gemma_3n_are_those_of_transformers(n: int) -> None:
+    samples = sound(30)[:n]
+    samples[2000:4000] = 0
+    given = np.pad(samples, (0, max(0, 513 - n)))
+    theirs = transformers.Gemma3nAudioFeatureExtractor()(given, return_tensors="np")["input_features"][0]
+    np.testing.assert_allclose(gemma3n_sound.log_mel(samples, 128), theirs, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("device", "bound"), [("reference", 1e-3), ("cpu", 5e-3)])
 def test_features_are_those_of_transformers(
@@ -402,7 +498,7 @@ def test_features_are_those_of_transformers(
 
 def forward(family: Any, ids: list[int], sounds: list[Samples]) -> NDArray[np.float32]:
     """Return transformers' logits [n, n_vocab]."""
-    if isinstance(family, Gemma4):
+    if isinstance(family, Gemma3n | Gemma4):
         return family.logits(ids, sounds)  # type: ignore[no-any-return]
     given = torch.tensor(ids)
     embeddings = family.model.get_input_embeddings()(given.clamp(min=0))
@@ -485,4 +581,6 @@ def test_audio_tokens_have_consecutive_positions() -> None:
 
 
 def test_all_families_are_compared() -> None:
-    assert {*FAMILIES} == {name for name, projector in PROJECTORS.items() if projector.kind == "audio"}
+    assert {*FAMILIES} - {"qwen3a omni"} == {
+        name for name, projector in PROJECTORS.items() if projector.kind == "audio"
+    }

@@ -88,14 +88,32 @@ def forward(model: Any, name: str, ids: list[int], images: list[Any]) -> NDArray
     taken = inspect.signature(type(model).forward).parameters
     given = torch.tensor([token if id_ < 0 else id_ for id_ in ids])[None]
     mask = (given == token).int()
+    if name == "gemma3nv":  # the last row of an image is <end_of_image>
+        given[0, :-1][(mask[0, :-1] == 1) & (mask[0, 1:] == 0)] = model.config.eoi_token_id
     more = {key: seen[key] for key in family.arguments if key in seen}
     more |= {key: mask for key in ("mm_token_type_ids", "token_type_ids") if key in taken}
+    if name == "qwen3vl_merger omni":  # transformers finds images by the token before them, which text contains too
+        more["position_ids"] = places(mask[0].tolist(), (seen["image_grid_thw"][:, 1:] // 2).tolist())
     if name == "qwen2.5o":  # transformers finds images by the token before them
         model.config.vision_start_token_id = int(given[0, int(mask.argmax()) - 1])
         more["attention_mask"] = torch.ones_like(given)
     with torch.no_grad():
         found: NDArray[np.float32] = model(input_ids=given, **more).logits[0].numpy()
     return found
+
+
+def places(is_image: list[int], grids: list[list[int]]) -> Any:
+    """Return the positions by time, row and column, [3, 1, n]."""
+    found, start, sizes = list[tuple[int, int, int]](), 0, iter(grids)
+    while len(found) < len(is_image):
+        if not is_image[len(found)]:
+            found.append((start,) * 3)
+            start += 1
+            continue
+        rows, columns = next(sizes)
+        found += [(start, start + row, start + column) for row in range(rows) for column in range(columns)]
+        start += max(rows, columns)
+    return torch.tensor(found).T[:, None]
 
 
 def greedy(model: Any, name: str, ids: list[int], images: list[Any]) -> list[int]:
