@@ -62,7 +62,8 @@ class Batch:
     # int32 [T], end of the positions that a token sees, for tokens that see later ones
     # (`localllm.kernels.operations.Attention`); [0]: no token sees later ones
     ends: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    # int32 [T], first position that a token sees, for tokens that see only a span, which ends at ``ends``
+    # int32 [T], first position that a token sees, for tokens that see only a span, which ends at ``ends``; without
+    # ``ends``, the position that divides the token's sequence (`localllm.kernels.operations.Attention.part`)
     begins: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     # changes rows in place, for graphs with `localllm.kernels.operations.HostEdit`
     edit: EditRows | None = None
@@ -137,15 +138,15 @@ class Batch:
                 raise KernelError("a batch has tokens that see positions after the batch: do not split spans")
             if (np.diff(self.ends) < 0)[np.diff(positions) == 1].any():
                 raise KernelError("the ends of visible positions decrease within a sequence of a batch")
-        if len(self.begins):
-            if (
-                not len(self.begins) == len(self.ends) == n
-                or (self.begins < 0).any()
-                or (self.begins >= self.ends).any()
-            ):
-                raise KernelError("a batch has tokens that see an empty span")
-            if (np.diff(self.begins) < 0)[np.diff(positions) == 1].any():
-                raise KernelError("the starts of visible spans decrease within a sequence of a batch")
+        if len(self.begins) and not len(self.ends):
+            if len(self.begins) != n or (self.begins < 0).any() or (self.begins > positions).any():
+                raise KernelError("a batch has tokens before the division of their sequence")
+        elif len(self.begins) and (
+            not len(self.begins) == len(self.ends) == n or (self.begins < 0).any() or (self.begins >= self.ends).any()
+        ):
+            raise KernelError("a batch has tokens that see an empty span")
+        if len(self.begins) and (np.diff(self.begins) < 0)[np.diff(positions) == 1].any():
+            raise KernelError("the starts of visible spans decrease within a sequence of a batch")
 
     def embeddings_of(self, index: int, width: int) -> NDArray[np.float32]:
         """Return embedding ``index`` of all ``embedded`` tokens, [n, width]."""
@@ -156,6 +157,10 @@ class Batch:
                 f"image, but the model needs at least {index + 1} of {width} in float32"
             )
         return self.embeddings[:, index]
+
+    def divisions(self) -> NDArray[np.int32]:
+        """Return the position that divides the sequence of each token; without ``begins`` its own position."""
+        return self.begins if len(self.begins) else self.positions
 
     def rows_of(self, n_rows: int, *, by_position: bool = False) -> NDArray[np.int32]:
         """Return the ids or positions as indices of a table [n_rows, …]. Raises KernelError if out of range."""
@@ -516,23 +521,22 @@ class WeightUse:
 
 
 def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
-    """Return the weights of a graph without duplicates.
+    """Return the weights of a graph, and of its graph of prompts, without duplicates.
 
     Weights of the output come first, because they are the largest. The temporary memory for packing them is then
     needed while little else is allocated.
     """
-    tables = {node.operation.table for node in graph.nodes if isinstance(node.operation, Embed)}
-    operands = {w for node in graph.nodes if not isinstance(node.operation, Embed) for w in node.operation.weights}
+    nodes = graph.nodes if graph.prompt is None else [*graph.nodes, *graph.prompt.nodes]
+    tables = {node.operation.table for node in nodes if isinstance(node.operation, Embed)}
+    operands = {w for node in nodes if not isinstance(node.operation, Embed) for w in node.operation.weights}
     layers: dict[Weight, LayerTag] = {}
-    for node in sorted(graph.nodes, key=lambda node: node.layer != "output"):
+    for node in sorted(nodes, key=lambda node: node.layer != "output"):
         for weight in node.operation.weights:
             layers.setdefault(weight, node.layer)
-    rows = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_rows)}
-    columns = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_columns)}
+    rows = {weight for node in nodes for weight in node.operation.named(node.operation.float_rows)}
+    columns = {weight for node in nodes for weight in node.operation.named(node.operation.float_columns)}
     floats = rows | columns
-    experts = {
-        w for n in graph.nodes if isinstance(n.operation, ExpertLinears | ExpertOutput) for w in n.operation.weights
-    }
+    experts = {w for n in nodes if isinstance(n.operation, ExpertLinears | ExpertOutput) for w in n.operation.weights}
     return tuple(
         WeightUse(
             *(w, layer, w in tables, w in operands, len(w.shape) == 1 or w in floats, w in columns),

@@ -328,6 +328,11 @@ class Operation(Generic[R]):
         return False
 
     @property
+    def has_part(self) -> bool:
+        """Whether tokens see only a part of their sequence, before or after a division."""
+        return False
+
+    @property
     def has_axes(self) -> bool:
         """Whether tokens are rotated by their position in an image (`Rope.axes`)."""
         return False
@@ -458,6 +463,8 @@ class Graph:
     windows: list[int | None] = field(default_factory=lambda: [None])
     # graph that owns the caches; a step of this graph uses the memory of that graph's step
     caches_of: Graph | None = None
+    # graph of a prompt that an encoder reads: it appends the prompt's keys and values, which `self` attends to
+    prompt: Graph | None = None
     layer: LayerTag = "embedding"  # layer of the operations that are added next
     # values that can be read after a step (`localllm.kernels.backend.Step.value`)
     watched: set[Value] = field(default_factory=set)
@@ -598,8 +605,13 @@ class Graph:
 
     @property
     def has_begins(self) -> bool:
-        """Return whether some tokens see only spans (`Attention`)."""
-        return any(node.operation.has_spans and not node.operation.causal for node in self.nodes)
+        """Return whether some tokens see only spans, or only a part of their sequence (`Attention`)."""
+        return self.has_parts or any(op.has_spans and not op.causal for op in (node.operation for node in self.nodes))
+
+    @property
+    def has_parts(self) -> bool:
+        """Return whether some tokens see only a part of their sequence (`Attention`)."""
+        return any(node.operation.has_part for node in self.nodes)
 
     @property
     def looks_ahead(self) -> bool:

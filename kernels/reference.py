@@ -394,6 +394,10 @@ class _Run:
                 reach = op.window or kv_length
                 begin = position - position % op.chunk if op.chunk else max(0, position - reach + 1)
                 end = position + 1 if op.causal else min(kv_length, position + reach)
+                if op.part == "prompt":
+                    end = max(1, int(batch.divisions()[t]))
+                elif op.part == "reply":
+                    begin = int(batch.divisions()[t])
                 if op.has_spans and len(batch.ends):
                     end = int(batch.ends[t])
                     begin = begin if op.causal else int(batch.begins[t])

@@ -104,6 +104,8 @@ def shard(graph: Graph, n: int) -> list[Graph]:
     for node in graph.nodes:
         if not isinstance(node.operation, _WHOLE | _CUT):
             raise _refused(_NAMES.get(type(node.operation), type(node.operation).__name__))
+        if node.operation.has_part:
+            raise _refused("an encoder of prompts")
     cuts = _cuts(graph, n)
     return [_Sharding(graph, cuts, device).graph() for device in range(n)]
 

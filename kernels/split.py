@@ -100,6 +100,7 @@ def graph_part(graph: Graph, layers: range) -> Graph:
     subgraph.caches = {n: c for n, c in graph.caches.items() if c.layer in layers}
     subgraph.states = {n: s for n, s in graph.states.items() if n in layers}
     subgraph.windows, subgraph.watched = graph.windows, graph.watched
+    subgraph.prompt = None if graph.prompt is None else graph_part(graph.prompt, layers)
     ends = {"embedding": layers.start == 0, "output": layers.stop == n_layers}
     inside = [n.layer in layers if isinstance(n.layer, int) else ends[n.layer] for n in graph.nodes]
     subgraph.nodes = [*compress(graph.nodes, inside)]
@@ -339,6 +340,7 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
         embedded=batch.embedded[embedded] - np.int32(start),
         embeddings=batch.embeddings[embedded],
         axes=batch.axes[:, start:stop],
+        begins=batch.begins[start:stop],
     )
     return MicroBatch(micro, rows, slice(start, stop))
 

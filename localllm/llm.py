@@ -1084,6 +1084,11 @@ class LLM:
         n = len(ids_with_bos) - len(ids)
         return ids_with_bos, PromptMedia([tokens._replace(start=tokens.start + n) for tokens in placed])
 
+    @property
+    def _reads_by_encoder(self) -> bool:
+        """Whether an encoder reads prompts."""
+        return self._opened().graph.prompt is not None
+
     def _encoder_of(self, media: Sequence[Media]) -> MediaEncoder:
         """Return the encoder of images and audio.  Raises UsageError if the encoder does not support ``media``."""
         for kind in dict.fromkeys(medium.kind for medium in media):
@@ -1229,6 +1234,8 @@ class LLM:
         if tools is not None:
             mappings("tools", tools)
         text("reply_prefix", reply_prefix)
+        if reply_prefix and self._reads_by_encoder:
+            raise UsageError(Argument("reply_prefix"), " is not used by a model with an encoder of prompts: omit it")
         template = self.chat_template
         if template.is_fallback:
             warn(f"{self._info.path} has no chat template: ChatML is used, which the model may not know")
@@ -1279,6 +1286,9 @@ class LLM:
         """
         engine, tokenizer = self._opened(), self._tokenizer
         self._check_writes()
+        if self._reads_by_encoder:
+            assert self._encoder is not None
+            ids, media = self._encoder.encoded_prompt(ids)
         sampling = checked.sampling
         banned = tokenizer.suppressed_ids | (tokenizer.eog_ids if checked.ignore_eos else frozenset())
         if banned:

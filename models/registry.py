@@ -57,6 +57,8 @@ class Architecture:
     # Hugging Face's names of the architecture, separated by spaces: ``model_type`` in config.json, or the class if
     # two architectures use the same type. Empty if checkpoints cannot be converted.
     hf_types: str = ""
+    # whether an encoder reads prompts: the module's ``PromptEncoder``
+    has_encoder: bool = False
     has_block: bool = False  # whether it can also record the block after the last layer (`localllm.models.mtp`)
     is_encoder: bool = False  # whether it is always an embedding model, independently of the file's keys
     diffusion: Diffusion | None = None  # how it writes by default, if it writes by diffusion
@@ -67,6 +69,11 @@ class Architecture:
     def record(self) -> Callable[[Header], Graph]:
         record: Callable[[Header], Graph] = import_module(f"localllm.models.{self.module}").record
         return record
+
+    @property
+    def prompt_encoder(self) -> Any:
+        """Class of the encoder that reads prompts."""
+        return import_module(f"localllm.models.{self.module}").PromptEncoder
 
     @property
     def conversion(self) -> Conversion:
@@ -257,6 +264,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "starcoder": Architecture("gpt2", "StarCoder, SantaCoder", "gpt_bigcode"),
     "starcoder2": Architecture("starcoder2", "StarCoder 2", "starcoder2"),
     "step35": Architecture("step35", "Step 3.5 and 3.7 Flash, text", "step3p5 step3p7"),
+    "t5": Architecture(
+        "t5",
+        "T5, Flan-T5, mT5, UMT5",
+        "T5ForConditionalGeneration T5WithLMHeadModel MT5ForConditionalGeneration UMT5ForConditionalGeneration",
+        has_encoder=True,
+    ),
     "t5encoder": Architecture("t5", "T5's encoders, as embedding models", "T5EncoderModel", is_encoder=True),
     "talkie": Architecture("talkie", "Talkie 1930 13B", "talkie"),
     "xverse": Architecture("llama", "XVERSE", "xverse"),
@@ -374,5 +387,7 @@ def read_model(
     rotates = any(isinstance(operation, RopeAppend) and operation.rope is not None for operation in operations)
     meta.check_all_read(file.tensors, rotates=rotates)
     weights.check_all_used()
-    config = replace(config, n_layers=max(config.n_layers, graph.n_layers))  # layers may run several times
+    # Layers may run several times, and a decoder may have fewer layers than its encoder.
+    n_layers = max(config.n_layers, graph.n_layers) if graph.prompt is None else graph.n_layers
+    config = replace(config, n_layers=n_layers)
     return Model(config, graph, context > config.original_context, pooling, diffusion)

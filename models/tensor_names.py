@@ -111,7 +111,7 @@ def without_wrappers(name: str) -> str:
 def split_layer(name: str) -> tuple[str, str]:
     """Return the prefix of GGUF's name of a layer's tensor, and the remaining name in the checkpoint."""
     match = re.fullmatch(LAYER + "(.*)", name)
-    before = "enc." if name.startswith("encoder.block.") else ""
+    before = {"encoder.block": "enc.", "decoder.block": "dec."}.get(".".join(name.split(".")[:2]), "")
     return (f"{before}blk.{match[1]}.", match[2]) if match else ("", name)
 
 

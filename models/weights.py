@@ -301,14 +301,16 @@ class DistanceBiases(FloatView):
     """Biases of scores per head and distance, from a table [buckets, heads] of buckets of distances.
 
     The biases are constant for distances above ``reach`` tokens. One half of the buckets is for earlier tokens, the
-    other half for later tokens. In each half, the first half of the buckets contain one distance each. The sizes of
-    the remaining buckets grow by equal factors up to 128 tokens.
+    other half for later tokens; if attention ``is_causal``, all buckets are for earlier tokens. In each direction,
+    the first half of the buckets contain one distance each. The sizes of the remaining buckets grow by equal factors
+    up to 128 tokens.
 
     Source: T5, arXiv:1910.10683.
     """
 
     name = "attn_rel_b"
     reach = 128
+    is_causal: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -316,13 +318,15 @@ class DistanceBiases(FloatView):
 
     def values(self) -> NDArray[np.float32]:
         table = floats(self.whole)
-        half = len(table) // 2
+        half = len(table) if self.is_causal else len(table) // 2
         exact, ahead = half // 2, np.arange(-self.reach, self.reach + 1)
         far = np.log(np.maximum(np.abs(ahead), 1).astype(np.float32) / np.float32(exact))
         # T5's code computes in float32, and the borders between buckets depend on the rounding.
         far = far / np.float32(math.log(self.reach / exact)) * np.float32(half - exact)
         bucket = np.where(np.abs(ahead) < exact, np.abs(ahead), np.minimum(exact + far.astype(int), half - 1))
-        biases: NDArray[np.float32] = table[bucket + half * (ahead > 0)].T
+        if self.is_causal:
+            bucket[ahead > 0] = 0  # never read
+        biases: NDArray[np.float32] = table[bucket + half * (not self.is_causal) * (ahead > 0)].T
         return biases
 
 
@@ -472,6 +476,11 @@ class Weights:
         self.skip(f"{name}.input_scale")
         factors = self._find(f"{name}.scale", n)
         return weight if factors is None else Scaled(weight, factors)
+
+    def names(self, start: str) -> list[str]:
+        """Return the names of the tensors that start with ``start``."""
+        start = self._prefix + start
+        return [name.removeprefix(self._prefix) for name in self._file.tensors if name.startswith(start)]
 
     def skip(self, *names: str) -> None:
         """Mark tensors as used, if the file contains them."""

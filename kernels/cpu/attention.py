@@ -153,8 +153,8 @@ def load_query(query, key_dim, scale, out):
 def load_limits(position, last, window, kv_length, limits, selected):
     """limits = the first and the last position, int64 [2], that a token sees.
 
-    ``position``: the token's position.  ``last``: the last visible position with CAUSAL.  With SELECTED or
-    ENTRIES, limits are numbers of gathered positions.
+    ``position``: the token's position, or the first position that it sees.  ``last``: the last visible position with
+    CAUSAL.  With SELECTED or ENTRIES, limits are numbers of gathered positions.
     """
     current = np.int64(load_i32(position))
     if GATHERED:
@@ -766,7 +766,7 @@ def load_fall(falls, r, by_distance, head, position):
 @kernel
 def attention(
     begin, end, batch, tiles, n_kv_heads, group_size, q, q_stride, key_dim, value_dim,
-    starts, positions, lasts, block_tables, block_stride, window, keys, values,
+    starts, positions, firsts, lasts, block_tables, block_stride, window, keys, values,
     out, out_stride, partials, sinks, by_distance, selected, selected_stride, entries, entry_tables,
     scale: float, soft_cap: float,
 ):  # fmt: skip
@@ -779,8 +779,8 @@ def attention(
     the partial that receives the sums instead of ``out``, and the sequence's length in the cache.  Unit u is tile
     u % n of head u // n.
     q: float32 [T, H * key_dim].  out: float32 [T, H * value_dim].  starts: int32 [S], first token of each sequence.
-    positions, lasts: int32 [T].  block_tables: int32 [S, block_stride].  window: visible positions, or the chunk
-    length with CHUNKED.
+    positions, firsts, lasts: int32 [T].  block_tables: int32 [S, block_stride].  window: visible positions up to
+    ``firsts``, or the chunk length with CHUNKED.
     keys, values: blocks of ``KEY_BLOCK`` and ``VALUE_BLOCK`` bytes [n_pages, n_kv_heads]
     (`localllm.kernels.cpu.cache_types`).
     partials: float32 [n_partials, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks: float32 [H].
@@ -811,7 +811,7 @@ def attention(
             load_fall(falls, r, by_distance, query_head, positions + 4 * token)
             token_selection = own_selected + token * selected_stride
             load_limits(
-                positions + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r,
+                firsts + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r,
                 token_selection,
             )  # fmt: skip
         first, stop, first_token = load_i64(tile + 24), load_i64(tile + 32), start + first_row // group_size

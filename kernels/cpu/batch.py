@@ -38,6 +38,7 @@ class TileTable:
     few_tiles: int  # at most this many tiles would leave threads without work, and are split
     causal: bool = True  # whether tokens see no later tokens
     has_spans: bool = False  # whether tokens see the spans of the batch
+    sees_prompt: bool = False  # whether tokens see only the prompt, the part before the batch's ``begins``
     # of gathered positions: window length, tokens per compressed entry, and the maximum number of entries.  A tile
     # then has one token
     gathered: tuple[int, int, int] = (0, 1, 0)
@@ -66,6 +67,8 @@ class TileTable:
                 farthest = kv_length - (stop - start) + last if self.causal else kv_length - 1
                 if self.has_spans and len(batch.ends):
                     farthest = int(batch.ends[start + last]) - 1
+                if self.sees_prompt:
+                    farthest = max(1, int(batch.divisions()[start + last])) - 1
                 unsplit.append((s, first, n, 0, farthest // SPLIT + 1, -1, kv_length))
         n_partials = sum(n_splits for *_, n_splits, _, _ in unsplit)
         if len(unsplit) > self.few_tiles or not len(unsplit) < n_partials <= self.max_partials:
@@ -85,7 +88,8 @@ class BatchTables:
     Attributes:
         positions, starts: int32 [T] and [S + 1], positions of tokens and first tokens of sequences.
         turns, lasts, firsts: int32 [T], the row of each token's angles, the last position that it sees, and the first
-            position of its span.  The same buffer as ``positions`` if they always equal the positions.
+            position of its span or of its part of the sequence.  The same buffer as ``positions`` if they always
+            equal the positions.
         embedded: int32 [n], rows that embeddings are added to.
         states: int32 [S], slots of the sequences' states.
         n_blocks: maximum pages of a sequence.
@@ -99,7 +103,9 @@ class BatchTables:
         self.header = Buffer(8 * _FIRST_TABLE, is_kept=True)  # int64, see the indices above
         self.positions, self.states, self.embedded = (Buffer(4 * max_tokens, is_kept=True) for _ in range(3))
         self.turns = Buffer(4 * max_tokens, is_kept=True) if graph.has_axes else self.positions
-        self.lasts = Buffer(4 * max_tokens, is_kept=True) if graph.has_spans else self.positions
+        self._has_parts = graph.has_parts
+        has_lasts = graph.has_spans or graph.has_parts
+        self.lasts = Buffer(4 * max_tokens, is_kept=True) if has_lasts else self.positions
         self.firsts = Buffer(4 * max_tokens, is_kept=True) if graph.has_begins else self.positions
         self.starts = Buffer(4 * (max_tokens + 1), is_kept=True)
         # per group of caches int64 [T], page * PAGE + position in the page
@@ -127,10 +133,11 @@ class BatchTables:
         *,
         causal: bool = True,
         has_spans: bool = False,
+        sees_prompt: bool = False,
         gathered: tuple[int, int, int] = (0, 1, 0),
     ) -> TileTable:
         """Return the table of an attention operation; ``head`` is the padded number of values per head."""
-        key = n_kv_heads, group_size, head, causal, has_spans, gathered
+        key = n_kv_heads, group_size, head, causal, has_spans, sees_prompt, gathered
         if key not in self._tables:
             few = 0 if self._threads == 1 else -(-2 * self._threads // n_kv_heads) - 1
             partial_bytes = n_kv_heads * TILE_ROWS * state_bytes(head)
@@ -139,7 +146,7 @@ class BatchTables:
             tiles, merged = (Buffer(8 * n, is_kept=True) for n in (_TILE * n_tiles, _MERGED * most))
             slot = self.header.n_bytes // 8
             self.header.n_bytes += 16
-            sees = causal, has_spans, gathered
+            sees = causal, has_spans, sees_prompt, gathered
             self._tables[key] = TileTable(slot, group_size, tiles, merged, most, partial_bytes, few, *sees)
         return self._tables[key]
 
@@ -209,9 +216,10 @@ class BatchTables:
         if self.turns is not self.positions:
             views[self.turns][:n_tokens] = self._turns(batch) if batch.axes.size else batch.positions
         if self.lasts is not self.positions:
-            views[self.lasts][:n_tokens] = batch.ends - 1 if len(batch.ends) else batch.positions
+            lasts = batch.ends - 1 if len(batch.ends) else batch.positions
+            views[self.lasts][:n_tokens] = np.maximum(batch.divisions(), 1) - 1 if self._has_parts else lasts
         if self.firsts is not self.positions:
-            views[self.firsts][:n_tokens] = batch.begins
+            views[self.firsts][:n_tokens] = batch.divisions()
         header = views[self.header]
         header[N_EMBEDDED] = len(batch.embedded)
         if len(batch.embedded):

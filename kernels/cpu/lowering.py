@@ -572,7 +572,9 @@ class CPULowering:
         cache, tables = op.cache, self.tables
         n_heads, head, q = cache.n_heads, layouts_of(cache)[1].head(cache.value_dim), self.stored[op.q]
         sees: dict[str, Any] = {"causal": op.causal, "has_spans": op.has_spans}
-        sees_span = op.has_spans and not op.causal  # a window of one token at the span's first position
+        sees["sees_prompt"] = sees_prompt = op.part == "prompt"
+        # A window of one token at the first position of a span or of the reply.
+        has_first = (op.has_spans and not op.causal) or op.part == "reply"
         if op.selected is not None or op.entries is not None:
             most = ALL if op.selected is None else op.n_selected
             sees["gathered"] = (0, 1, most) if op.entries is None else (op.window or 0, op.entries.stride, most)
@@ -588,10 +590,10 @@ class CPULowering:
         self.call(
             attention_kernels.attention, n_heads, table.slot,
             **shared, batch=self.counter(table.slot), tiles=table.tiles, q=q, key_dim=cache.key_dim,
-            positions=tables.firsts if sees_span else tables.positions,
-            lasts=tables.lasts if op.has_spans else tables.positions,
+            positions=tables.positions, firsts=tables.firsts if has_first else tables.positions,
+            lasts=tables.lasts if op.has_spans or sees_prompt else tables.positions,
             block_tables=tables.block_tables[self.graph.group(cache)], block_stride=tables.n_blocks,
-            window=1 if sees_span else op.window or op.chunk or tables.n_blocks * PAGE, keys=keys, values=values,
+            window=1 if has_first else op.window or op.chunk or tables.n_blocks * PAGE, keys=keys, values=values,
             by_distance=self.weights.vector(op.slopes or op.biases), selected=self.stored[op.selected],
             entries=None if op.entries is None else self.layers[op.entries.key][0],
             entry_tables=None if op.entries is None else tables.block_tables[self.graph.group(op.entries)],

@@ -15,8 +15,8 @@
 // scores are float32, in units of log 2.  Weights are rounded to halves, also for their total, and added in float32.
 //
 // Compiled for: KEY_DIM and VALUE_DIM; KEY_BITS and VALUE_BITS, 16 for halves; VALUES_IN_KEYS, whether values are the
-// first VALUE_DIM values of the keys (MLA), so that each page is read once for both; CHUNKED, CAUSAL and HAS_SPANS, the
-// visibility of positions; SOFT_CAP, SINKS, HAS_SLOPES (each 0 or 1); BIAS_WIDTH, the number of distances with a bias per head;
+// first VALUE_DIM values of the keys (MLA), so that each page is read once for both; CHUNKED, CAUSAL, HAS_SPANS and
+// PART, the visibility of positions; SOFT_CAP, SINKS, HAS_SLOPES (each 0 or 1); BIAS_WIDTH, the number of distances with a bias per head;
 // and for the launch geometry that attention.py chooses: WARPS of `attention_prefill`, and PREFILL_AHEAD and
 // SPLIT_AHEAD, the pages that are copied to shared memory while another page is used.
 //
@@ -38,6 +38,8 @@
 #define KEY_TILES (PAGE / 8)
 #define PAIRS_PER_SCALE (PER_SCALE / 16)  // pairs of tiles of values
 #define ROWS 16
+#define PROMPT 1  // values of PART
+#define REPLY 2
 
 #define LOG2_E 1.4426950408889634f
 // A masked score, and the initial largest score: greater than a masked score, so that 2^(masked - largest) is 0, but
@@ -89,11 +91,14 @@ struct Sight {
   __device__ __forceinline__ bool has(int position) const { return first <= position && position <= last; }
 };
 
-// The positions that a row sees: up to its token's position, and with HAS_SPANS up to the end given by the batch.  Rows
+// The positions that a row sees: up to its token's position, and with HAS_SPANS up to the end given by the batch.  With
+// PART, `ends` contains the position that divides the sequence, and a row sees only the part before or after it.  Rows
 // after the tile's end count as its last row.  `window`: the window, or the size of a chunk.
 DEVICE Sight row_sight(const Batch& batch, const Tile& tile, int row, int group_size, int window) {
   const int token = (tile.first_row + min(row, tile.n_rows - 1)) / group_size, own = tile.first_position + token;
   const int first = CHUNKED ? own - own % window : max(0, own - window + 1);
+  if (PART == PROMPT) return {0, max(1, batch.ends[tile.first_token + token]) - 1};
+  if (PART == REPLY) return {batch.ends[tile.first_token + token], own};
   if (HAS_SPANS) return {first, batch.ends[tile.first_token + token] - 1};
   return {first, CAUSAL ? own : min(tile.kv_length, own + window) - 1};
 }

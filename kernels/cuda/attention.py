@@ -54,10 +54,11 @@ class AttentionVariant:
     value_dim: int
     cache_type: CacheType
     values_in_keys: bool = False
-    # chunked, causal, has_spans: visibility of positions
+    # chunked, causal, has_spans, part: visibility of positions
     chunked: bool = False
     causal: bool = True
     has_spans: bool = False
+    part: int = 0  # the visible part of the sequence: 0 all, 1 the prompt, 2 the reply
     soft_cap: bool = False  # whether scores are capped
     sinks: bool = False  # whether each query head has a sink
     has_slopes: bool = False  # whether scores decrease with the distance

@@ -111,8 +111,10 @@ class BatchBuffer:
     """
 
     def __init__(self, graph: Graph, max_tokens: int, max_outputs: int, n_pages: tuple[int, ...]) -> None:
-        draws, media_sizes = DRAW_WORDS * max_outputs, (4 * max_tokens * graph.has_axes, max_tokens * graph.has_spans)
-        self._max_tokens, self._has_axes, self._has_spans = max_tokens, graph.has_axes, graph.has_spans
+        has_ends = graph.has_spans or graph.has_parts
+        draws, media_sizes = DRAW_WORDS * max_outputs, (4 * max_tokens * graph.has_axes, max_tokens * has_ends)
+        self._max_tokens, self._has_axes = max_tokens, graph.has_axes
+        self._has_spans, self._has_parts = graph.has_spans, graph.has_parts
         sizes = (_HEADER, draws, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens, max_tokens)
         self._bounds = [*accumulate((*sizes, *media_sizes, *(max_tokens for _ in n_pages)), initial=0)]
         self.n_groups, self._n_blocks = len(n_pages), max(1, n_pages[0])
@@ -156,14 +158,15 @@ class BatchBuffer:
         return [slice(0, table_words.stop)] if first == 0 else [slice(0, self._bounds[-1]), table_words]
 
     def _media_sections(self, batch: Batch) -> Iterator[NDArray[np.int32]]:
-        """Yield the positions by axis [4 * max_tokens] and the ends of visible spans, if the graph reads them."""
+        """Yield the positions by axis [4 * max_tokens], and the ends of visible spans or the divisions of sequences,
+        if the graph reads them."""
         axes = np.zeros((4, self._max_tokens * self._has_axes), np.int32)
         if self._has_axes:
             n = len(batch.axes) if batch.axes.size else 4
             axes[:n, : len(batch.ids)] = batch.axes if batch.axes.size else batch.positions
         yield axes.ravel()
         ends = batch.ends if len(batch.ends) else batch.positions + np.int32(1)
-        yield ends[: len(ends) * self._has_spans]
+        yield batch.divisions() if self._has_parts else ends[: len(ends) * self._has_spans]
 
     @property
     def sequences(self) -> dict[str, Any]:
@@ -309,7 +312,8 @@ class StepLimits:
     def kind(self, op: Attention) -> AttentionKind:
         """Return how an attention is launched."""
         cache = op.cache
-        sees = {"chunked": op.chunk is not None, "causal": op.causal, "has_spans": op.has_spans}
+        part = ("all", "prompt", "reply").index(op.part)
+        sees: Any = {"chunked": op.chunk is not None, "causal": op.causal, "has_spans": op.has_spans, "part": part}
         variant = AttentionVariant(cache.key_dim, cache.value_dim, cache.type, cache.values_in_keys, **sees)
         window = min(op.window or op.chunk or NO_WINDOW, NO_WINDOW)
         heads = HeadShape(cache.n_heads, op.group_size, window, op.causal, op.has_spans)

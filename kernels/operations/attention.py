@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from localllm.errors import KernelError
 from localllm.kernels import graph as g
@@ -119,6 +119,10 @@ class Attention(Operation[Tensor]):
     also sees later positions up to its end in the batch's ``ends``, as tokens of an image see each other. If
     attention is not causal either, it sees only that span, which starts at the batch's ``begins``.
 
+    With a ``part``, a token sees only one part of the sequence, which is divided at the batch's `begins`: the
+    positions before the division, at least the first one ("prompt"), as a decoder sees the output of an encoder, or
+    the positions from there up to its own ("reply").
+
     With ``selected`` [T, k], the result of `IndexSelect`, a token sees only those positions. With [T, G * k], each
     key/value head uses a separate selection. With ``entries``, a second cache, a token also sees the compressed
     entries that end at its position or before, or the selected ones, in the same softmax.
@@ -146,6 +150,11 @@ class Attention(Operation[Tensor]):
     biases: Weight | None = None
     entries: KVCache | None = None
     selected_by_head: bool = False
+    part: Literal["all", "prompt", "reply"] = "all"
+
+    @property
+    def has_part(self) -> bool:
+        return self.part != "all"
 
     @property
     def n_selected(self) -> int:
@@ -180,6 +189,10 @@ class Attention(Operation[Tensor]):
             raise KernelError("attention in chunks must be causal and without a window")
         if self.has_spans and (self.chunk is not None or not (self.causal or self.window is None)):
             raise KernelError("attention with spans must be without chunks, and without a window if it is not causal")
+        if self.has_part and (reach is not None or self.has_spans or self.selected is not None or not self.causal):
+            raise KernelError(
+                "attention to a part of the sequence must be causal, without window, spans or selection"
+            )
         if self.selected is not None:
             g.check_rows(Rows.TOKENS, self.selected)
             has_reach = reach is not None and self.entries is None

@@ -19,6 +19,9 @@ CHATML = (
 )
 """The template for files without a template.  Many models support this format."""
 
+MESSAGES = "{{ messages | map(attribute='content') | join('\n') }}{{ eos_token }}"
+"""The template for files without a template whose prompts an encoder reads, such as Flan-T5's: the messages alone."""
+
 
 class _TurnMarkers(NamedTuple):
     """Markers before and after the turns of system, user and assistant."""

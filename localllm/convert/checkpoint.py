@@ -409,7 +409,8 @@ class _Namer:
             if _OTHERS.search(name):
                 continue
             layer = re.match(LAYER, name)
-            if layer and int(layer[1]) >= self._config.num_hidden_layers and not self._has_block:
+            is_after = layer and int(layer[1]) >= self._config.num_hidden_layers
+            if is_after and not (self._has_block or name.startswith("decoder.block.")):
                 continue  # part of an MTP block
             number = re.search(_STACKED, name)
             generic = name if number is None else name.replace(number[0], f".{number[1]}.*.")

@@ -166,6 +166,11 @@ class Engine:
                 "the model writes by diffusion, so it has no logits of a next token and no values to read: use it to "
                 "generate text, or choose a model that writes token by token"
             )
+        if self.graph.prompt is not None and not (request.media.placed and request.probe is None):
+            raise UsageError(
+                "an encoder reads the model's prompts, so a prompt has no logits, and values inside the model cannot "
+                "be read or changed: use the model to generate text"
+            )
         self._check_tokens(request)
         if request.n_text > self.context:
             raise ContextLengthError(request.n_text, self.context)
@@ -421,7 +426,7 @@ class EngineLoop:
         batch = self._scheduler.next_batch()
         if not batch:
             return self._encoding.is_busy or is_busy
-        groups = _by_program(batch)
+        groups = _by_program(batch, has_prompts=self.runner.graph.prompt is not None)
         self.runner.n_programs = len(groups)
         for group in groups:
             self._evaluate(group, begin)
@@ -687,12 +692,14 @@ class EngineLoop:
         request.output.end(error)
 
 
-def _by_program(batch: list[Scheduled]) -> Collection[list[Scheduled]]:
-    """Divide a batch by program: the model's program, and programs that read or change values."""
+def _by_program(batch: list[Scheduled], *, has_prompts: bool) -> Collection[list[Scheduled]]:
+    """Divide a batch by program: the model's program, programs that read or change values, and the program of
+    prompts that an encoder reads."""
     groups: dict[object, list[Scheduled]] = {}
     for scheduled in batch:
         probe = scheduled.request.probe
-        groups.setdefault(None if probe is None else probe.program, []).append(scheduled)
+        is_prompt = has_prompts and scheduled.request.is_in_media
+        groups.setdefault((is_prompt, None if probe is None else probe.program), []).append(scheduled)
     return groups.values()
 
 

@@ -217,6 +217,11 @@ class Request:
         return self.n_text - (0 if self.sequence is None else len(self.sequence.ids))
 
     @property
+    def is_in_media(self) -> bool:
+        """True if the last image, or the prompt that an encoder reads, is not completely in the cache."""
+        return self.sequence is not None and len(self.sequence) < self.media.stop
+
+    @property
     def is_decoding(self) -> bool:
         """True if only text remains: the last token, and tokens to evaluate again after rejected drafts."""
         n_missing = self.n_missing

@@ -124,6 +124,7 @@ class ModelRunner:
         #: Programs that read or change values, and the watched values by name, in order of their last use.
         self._variants: OrderedDict[Hashable, tuple[Step, dict[str, Value]]] = OrderedDict()
         self.n_programs = 0  # number of programs in the current step
+        self._of_prompts: Step | None = None
         self._n_launched = 0
         self._launch: _Launch | None = None
 
@@ -138,6 +139,8 @@ class ModelRunner:
         """
         for chunk in chunks:
             chunk.sequence.is_ahead = True
+        if self.graph.prompt is not None and chunks[0].start < chunks[0].media.stop:
+            return self._prompt_step().run(self._batch(chunks)).rows()
         if (probe := chunks[0].probe) is not None:
             step, batch = self.variant(probe)[0], replace(self._batch(chunks), edit=partial(self._edit, chunks))
             return step.run(batch, _streams(chunks)).rows()
@@ -162,6 +165,13 @@ class ModelRunner:
     @property
     def expert_reads(self) -> ExpertReads | None:
         return self._step.expert_reads
+
+    def _prompt_step(self) -> Step:
+        """Return the program of prompts that an encoder reads. It is compiled when it is needed first."""
+        if self._of_prompts is None:
+            assert self.graph.prompt is not None
+            self._of_prompts = self._compiled(self.graph.prompt)
+        return self._of_prompts
 
     def variant(self, probe: Probe) -> tuple[Step, dict[str, Value]]:
         """Return the program that reads and changes the values of a request, and its watched values by name.
@@ -234,6 +244,9 @@ class ModelRunner:
         batch = make_batch(chunks, self.cache.page_size)
         if not any(chunk.media.placed for chunk in chunks):
             return batch
+        if self.graph.prompt is not None and chunks[0].start >= chunks[0].media.stop:
+            begins = [np.full(len(chunk.ids), chunk.media.stop, np.int32) for chunk in chunks]
+            return replace(batch, begins=np.concatenate(begins))
         spans = [(chunk.media, chunk.start, chunk.start + len(chunk.ids)) for chunk in chunks]
         if self.has_axes:
             batch = replace(batch, axes=np.concatenate([media.axes(*ends) for media, *ends in spans], axis=1))

@@ -118,6 +118,7 @@ class Scheduler:
         self._is_diffusion = runner.diffusion is not None
         # is_causal: a prompt can be split into chunks. has_spans: an image must be in one step.
         self._is_causal, self._has_spans = runner.is_causal, runner.has_spans
+        self._has_prompts = runner.graph.prompt is not None  # whether prompts are evaluated by another program
         self._decode_counter = count(1)
 
     @property
@@ -254,6 +255,8 @@ class Scheduler:
             if not self._is_causal:
                 n = request.n_missing if request.n_missing <= self._max_tokens - sum(e.n_tokens for e in batch) else 0
             n = min(self._cache.n_to_snapshot(request.sequence, n), request.n_ready(start))
+            if self._has_prompts and request.is_in_media:
+                n = min(n, request.media.stop - start)
             if self._has_spans and n:
                 n = request.media.whole(start, n, self._max_tokens - sum(e.n_tokens for e in batch))
             if request.sampler is None:  # limited by the free rows

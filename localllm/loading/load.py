@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from localllm.chat.built_in_templates import built_in
+from localllm.chat.built_in_templates import MESSAGES, built_in
 from localllm.chat.template_source import TemplateSource
 from localllm.engine.block_store import BlockStore, open_store
 from localllm.engine.drafting.assistant import AssistantModel
@@ -52,7 +52,7 @@ from localllm.loading.projector_files import find_projectors
 from localllm.models.adapters import Adapter, with_adapters
 from localllm.models.config import ModelMetadata
 from localllm.models.mtp import hidden_norm, hidden_states
-from localllm.models.registry import DRAFTERS, Model, find_architecture, has_block, read_model
+from localllm.models.registry import ARCHITECTURES, DRAFTERS, Model, find_architecture, has_block, read_model
 from localllm.options.declared import LoadOptions, Sampling, declared
 from localllm.quant.lut import block_size
 from localllm.tokenizer import Tokenizer
@@ -99,6 +99,8 @@ def load_file(options: LoadOptions) -> LoadedModel:
             on_failure.callback(store.close)
         reading = files.enter_context(_TokenizerReader(file))
         template_source, template = TemplateSource.of_file(sources[0].file), None
+        if template_source.text is None and sources[0].model.graph.prompt is not None:
+            template_source = TemplateSource(MESSAGES, "the template of messages")
         defaults = _defaults(sources[0])
         if options.chat_template is not None:  # compiled now to report errors before the weights are loaded
             template_source = TemplateSource(built_in(options.chat_template) or options.chat_template)
@@ -294,6 +296,8 @@ def _read(
 
     def read(context: int | None) -> Model:
         model = read_model(file, context, options.cache_type, is_block=is_block, sees=sees, target=target())
+        if adapters and model.graph.prompt is not None:
+            raise UsageError(Argument("adapters"), " are not used by a model with an encoder of prompts: omit them")
         return replace(model, graph=with_adapters(model.graph, adapters)) if adapters else model
 
     return _ModelSource(name, file, read, read(options.context), adapters=adapters)
@@ -363,9 +367,15 @@ def _check_drafts(sources: Sequence[_ModelSource], devices: Sequence[Device]) ->
 
 def _find_encoder(options: LoadOptions, file: GGUFFile) -> MediaEncoder | None:
     """Return the encoder that was named, or the best one next to the model that belongs to it by name and content."""
+    architecture = str(file.metadata.get("general.architecture"))
+    if ARCHITECTURES[architecture].has_encoder:
+        from localllm.loading.media_encoder import MediaEncoder
+
+        if options.mmproj not in (None, False):
+            raise UsageError(Argument("mmproj"), " is for models that see images or hear audio: omit it")
+        return MediaEncoder.of_prompts(file.path, architecture, "f32" if options.cache_type == "f32" else "f16")
     if options.mmproj is False or (options.mmproj is None and options.path is None):
         return None
-    architecture = str(file.metadata.get("general.architecture"))
     width = file.metadata.get(f"{architecture}.embedding_length")
     if options.mmproj is not None:
         paths, other_paths = [Path(options.mmproj)], list[Path]()

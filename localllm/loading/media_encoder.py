@@ -1,4 +1,5 @@
-"""Encode images and audio to rows of embeddings with the encoders of an ``mmproj`` file."""
+"""Encode images and audio to rows of embeddings with the encoders of an ``mmproj`` file, or prompts with a model's
+own encoder."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from localllm.cancellation import cancellable
 from localllm.chat.conversation import Media
-from localllm.engine.media import Embeddings, MediaTokens, PreparedMedia
+from localllm.engine.media import Embeddings, MediaTokens, PreparedMedia, PromptMedia
 from localllm.errors import ModelError, NotEnoughMemoryError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend, Batch, Footprint, HostOutput, Step
@@ -27,6 +28,7 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.loading.placement import EncoderInfo
 from localllm.models.encoders.encoder import EncoderModel, EncoderStage, FrameRows, Prepared
 from localllm.models.encoders.registry import PROJECTORS, projectors_of, read_encoder
+from localllm.models.registry import ARCHITECTURES
 from localllm.parallel import in_thread
 
 #: Maximum patches of a step, unless one frame has more.
@@ -74,8 +76,8 @@ class _Encoder:
 class MediaEncoder:
     """Encoders of images and audio. Only one thread at a time may use the methods that encode."""
 
-    path: Path  # the mmproj file
-    encoders: dict[str, _Encoder]  # by kind, "image" or "audio"
+    path: Path  # the mmproj file, or the model's file
+    encoders: dict[str, _Encoder]  # by kind, "image", "audio" or "text"
     _file: GGUFFile
     backend: Backend | None = None  # set before the first `encode`
     image_max_tokens: int | None = None  # limit for each image; None for the limit of the model's processor
@@ -91,6 +93,17 @@ class MediaEncoder:
             families = projectors_of(file.metadata)
             encoders = {kind: _Encoder(family, read_encoder(file, kind)) for kind, family in families.items()}
             return cls(Path(path), encoders, file)
+        except BaseException:
+            file.close()
+            raise
+
+    @classmethod
+    def of_prompts(cls, path: Path, architecture: str, cache_type: str) -> MediaEncoder:
+        """Open the encoder of prompts in a model's file."""
+        file = GGUFFile.open(path)
+        try:
+            model = ARCHITECTURES[architecture].prompt_encoder(file, cache_type)
+            return cls(path, {model.kind: _Encoder(architecture, model)}, file)
         except BaseException:
             file.close()
             raise
@@ -174,8 +187,14 @@ class MediaEncoder:
             name.update(repr(frame.shape).encode())
             name.update(frame.tobytes())
         model = self.of_kind(prepared.kind)
-        grid, is_causal = prepared.grid if model.has_grid else (0, 0), prepared.kind == "audio"
+        grid, is_causal = prepared.grid if model.has_grid else (0, 0), prepared.kind != "image"
         return PreparedMedia(name.digest(), prepared.n_tokens, grid, prepared, is_causal, model.is_numbered)
+
+    def encoded_prompt(self, ids: Sequence[int]) -> tuple[list[int], PromptMedia]:
+        """Return the decoder's tokens for a prompt: a placeholder per token of the prompt, and the start token."""
+        model: Any = self.model
+        medium = self.as_media(model.prepare(ids))
+        return [*medium.ids, model.start_id], PromptMedia([MediaTokens(0, medium)])
 
     def prompt(
         self,
@@ -340,7 +359,7 @@ class MediaEncoder:
         """Facts about the encoder, with its memory for images of up to `STEP_PATCHES` patches."""
         n_bytes = 0
         for encoder in self.encoders.values():
-            n_patches = STEP_PATCHES
+            n_patches = min(STEP_PATCHES, encoder.model.max_rows)
             for compiled in encoder.stages:
                 n_rows, n_pages = n_patches // compiled.stage.n_joined, -(-n_patches // self._computed_by.page_size)
                 n_bytes += self._footprint(compiled.stage.graph, n_patches, n_rows, n_pages, n_pages).n_bytes

@@ -118,6 +118,8 @@ class EncoderModel:
     has_grid: ClassVar[bool] = False
     #: Whether an image's tokens are also rotated by the image's number (`localllm.engine.media.PreparedMedia`).
     is_numbered: ClassVar[bool] = False
+    #: Rows of a large input. The plan reserves memory for it.
+    max_rows: int = 4096
     #: String before the n-th image of a prompt, counted from 0, with {} for n.
     numbered: str = ""
     #: Layers whose patches only see their window.

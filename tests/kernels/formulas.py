@@ -55,6 +55,7 @@ def attended(
     causal: bool = True,
     begins: Array | None = None,
     ends: Array | None = None,
+    prompts: Array | None = None,
     slopes: Array | None = None,
     biases: Array | None = None,
 ) -> Array:
@@ -64,6 +65,7 @@ def attended(
         q: [T, H, key_dim].
         keys: [L, G, key_dim].
         values: [L, G, value_dim].
+        prompts: [T], number of the first positions that each token sees, without later ones.
 
     Returns:
         [T, H * value_dim].
@@ -89,6 +91,8 @@ def attended(
         seen &= np.abs(behind) < (window or len(keys))
     if begins is not None:
         seen &= of_keys >= begins[:, None]
+    if prompts is not None:
+        seen = of_keys < prompts[:, None]
     if chunk:
         seen &= of_queries // chunk == of_keys // chunk
     scores = np.where(seen, scores, -np.inf)

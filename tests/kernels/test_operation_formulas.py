@@ -921,6 +921,10 @@ def with_media(batch: Batch) -> Batch:
     return replace(batch, axes=axes, begins=begins, ends=ends)
 
 
+def divided(batch: Batch) -> Batch:
+    return replace(batch, begins=begins_of(batch.positions).astype(np.int32))
+
+
 def rotated(x: Array, rope: Rope | None) -> Array:
     """Rotate heads [T, n, head_dim] at positions 0 … T - 1."""
     positions = np.arange(len(x))
@@ -1006,6 +1010,7 @@ class Heads:
     sinks: bool = False
     falls: bool = False
     n_biases: int = 0
+    part: Any = "all"
 
     def case(self) -> Case:
         keys, values = (
@@ -1027,6 +1032,8 @@ class Heads:
             more["only"] = "reference", "cpu"
         if self.has_spans or (self.rope and self.rope.axes):
             more["completed"] = with_media
+        if self.part != "all":
+            more["completed"] = divided
         return Case(self.build, [queries(self), keys, values], self.expected, slow=slow, **more)
 
     @property
@@ -1061,7 +1068,7 @@ class Heads:
             return q
         sinks = f32(self.sink_scores()) if self.sinks else None
         more = {"window": self.window, "softcap": self.softcap, "chunk": self.chunk, "causal": self.causal}
-        more["has_spans"] = self.has_spans
+        more |= {"has_spans": self.has_spans, "part": self.part}
         more["slopes"] = f32(self.slopes()) if self.falls else None
         more["biases"] = f32(self.biases().reshape(-1)) if self.n_biases else None
         return graph.add(operations.Attention(q, cache, self.key_dim**-0.5, sinks=sinks, **more))
@@ -1102,6 +1109,9 @@ class Heads:
         places = np.arange(len(q))
         ends = ends_of(places, len(q)) if self.has_spans else None
         begins = begins_of(places) if self.has_spans and not self.causal else None
+        if self.part == "reply":
+            begins = begins_of(places)
+        more["prompts"] = np.maximum(begins_of(places), 1) if self.part == "prompt" else None
         more |= {"begins": begins, "causal": self.causal or self.has_spans}
         sinks = self.sink_scores() if self.sinks else None
         more["slopes"] = self.slopes() if self.falls else None
@@ -1147,6 +1157,8 @@ OPTIONS: dict[str, Heads] = {
     "in both directions": Heads(causal=False),
     **{f"in both directions, window {n}": Heads(causal=False, window=n) for n in (1, 30, 65)},
     **{f"spans, window {n}": Heads(has_spans=True, window=n) for n in (None, 1, 30, 65)},
+    "the prompt alone": Heads(part="prompt"),
+    "the reply alone, with biases": Heads(part="reply", n_biases=31),
     "spans alone": Heads(has_spans=True, causal=False),
     "turned by axes": Heads(rope=Rope(0.7 ** np.arange(4, dtype=np.float32), False, axes=(0, 1, 2, 1))),
     "all": Heads(softcap=1.5, sinks=True, window=33),

@@ -1203,6 +1203,33 @@ ENCODERS: dict[str, Tiny] = {
 }
 
 
+def divide_queries(model: Any) -> None:
+    """Make scores small, as in released models: T5 does not scale them, and starts with small queries."""
+    for name, weight in model.named_parameters():
+        if name.endswith((".SelfAttention.q.weight", ".EncDecAttention.q.weight")):
+            weight.data /= 4
+
+
+#: Models whose prompts an encoder reads.
+ENCODER_DECODERS: dict[str, Tiny] = {
+    "t5": Tiny("t5", "t5", T5 | {"num_decoder_layers": 3}, auto="T5ForConditionalGeneration", change=divide_queries),
+    "flan-t5": Tiny(
+        "t5",
+        "t5",
+        T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 3},
+        auto="T5ForConditionalGeneration",
+        change=divide_queries,
+    ),
+    "umt5": Tiny(
+        "umt5",
+        "t5",
+        T5 | {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3},
+        auto="UMT5ForConditionalGeneration",
+        change=divide_queries,
+    ),
+}
+
+
 def as_llada(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rename a Llama to LLaDA's names."""
     top = {"model.embed_tokens": "model.transformer.wte", "model.norm": "model.transformer.ln_f"}
