@@ -123,7 +123,7 @@ def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[
     return {f"v.{rest.replace('blocks.', 'blk.', 1)}": array}
 
 
-class Embedder(EncoderModel):
+class Gemma3nEmbedder(EncoderModel):
     """The projection of rows, and of the embeddings of tokens that the text model's table lacks."""
 
     prefix: ClassVar[str] = "mm"
@@ -151,7 +151,7 @@ def _rms(x: Pixels) -> Pixels:
     return normed
 
 
-class Gemma3n(Embedder, VisionModel):
+class Gemma3n(Gemma3nEmbedder, VisionModel):
     """The features of an image in 16 × 16 tokens, followed by the embedding of <end_of_image>."""
 
     marker = "<image_soft_token>"

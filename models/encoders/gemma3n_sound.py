@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from localllm.kernels.graph import Weight
 from localllm.models.blocks import Layer
 from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, require, require_same
-from localllm.models.encoders.gemma3n import HF_MEANT, Embedder, embedder_names
+from localllm.models.encoders.gemma3n import HF_MEANT, Gemma3nEmbedder, embedder_names
 from localllm.models.encoders.gemma4_sound import Gemma4Sound, htk_filters
 from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved
 from localllm.models.weights import FloatView, Reshaped, floats
@@ -59,7 +59,7 @@ class Softplus(FloatView):
         return np.logaddexp(0, floats(self.whole))
 
 
-class Gemma3nSound(Embedder, Gemma4Sound):
+class Gemma3nSound(Gemma3nEmbedder, Gemma4Sound):
     marker = "<audio_soft_token>"
     window = 13
     key_scale = 1.0
