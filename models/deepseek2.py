@@ -188,7 +188,8 @@ def latent_attention(
     if has_gate:
         gate = at.linear(x, "attn_gate", w.n_rows("attn_gate.weight"))
     sinks = w.vector("attn_sinks", n) if has_sinks else None
-    cache, k_norm = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True), None
+    cache = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True)
+    k_norm: g.HeadNorm | None = None
     if "attn_k_norm.weight" in w:
         k = at.add(ops.SideBySide(normed_parts(at, k, n_latent)))
     else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from localllm.errors import ModelError
 from localllm.kernels.graph import Tensor
 from localllm.models.blocks import Layer, mixture, norm
 from localllm.models.config import Experts
@@ -97,6 +98,8 @@ class Dots3Note(DotsOCR):
         n = self.n_experts[int(self.graph.layer)]
         if not n:
             return super().mlp(at, x, residual)
-        n_ff = (at.weights.shape("ffn_up_exps.weight") or (0, 0))[1]
-        experts = Experts(n, min(self.n_used, n), n_ff, 0, "sigmoid", True, 1.0, 1, 1)
+        shape = at.weights.shape("ffn_up_exps.weight") or ()
+        if len(shape) != 3:
+            raise ModelError(f"layer {self.graph.layer} of the encoder has no experts: is the file complete?")
+        experts = Experts(n, min(self.n_used, n), shape[1], 0, "sigmoid", True, 1.0, 1, 1)
         return mixture(at, x, experts, residual=residual)

@@ -119,7 +119,8 @@ class Dots3NoteSound(SoundModel):
         return FrameRows(rows, np.zeros((3, len(rows)), np.int32), places, np.zeros((2, 0), np.int32))
 
     def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
-        frames, size = [], _SECONDS * RATE
+        frames: list[Samples] = []
+        size = _SECONDS * RATE
         for start in range(0, len(source), size):
             chunk = source[start : start + size]
             mel = log_mel(np.pad(chunk, (0, min(WINDOW, size - len(chunk)))), self.n_mels)[: len(chunk) // HOP]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import ModelError
 from localllm.kernels import operations as ops
-from localllm.kernels.graph import Graph, KVCache, Rope, Rows, Tensor
+from localllm.kernels.graph import Graph, KVCache, Rope, Rows, Tensor, Weight
 from localllm.models.blocks import Layer
 from localllm.models.encoders.encoder import (
     EncoderCheckpoint,
@@ -118,7 +118,8 @@ class MiMoVL(QwenVision):
     ) -> Tensor:
         q, k, v = self.query_key_value(at, x)
         q = at.add(ops.RopeAppend(q, k, v, cache, rope))
-        window = sinks = None
+        window: int | None = None
+        sinks: Weight | None = None
         if self.modes[int(self.graph.layer)] != _FULL:
             window, sinks = self.reach + 1, at.weights.require("attn_sinks", self.n_heads)
         y = at.add(ops.Attention(q, cache, self.head_dim**-0.5, window, sinks=sinks, causal=False))
@@ -130,7 +131,8 @@ class MiMoVL(QwenVision):
 
     def rows(self, frame: NDArray[np.uint8]) -> FrameRows:
         rows = super().rows(frame)
-        grid = tuple(side // (self.patch_size * self.merge) for side in frame.shape[:2])
+        size = self.patch_size * self.merge
+        grid = frame.shape[0] // size, frame.shape[1] // size
         order = self._patches(grid, by_column=self.by_column[0])
         return self._stage(0, grid, rows.inputs[order], rows.axes[:, order])
 
