@@ -14,6 +14,7 @@ _SIMILAR = {
     "cohere2moe": "dots1 cohere2",
     "deepseek32": "glm-dsa",
     "dflash": "qwen3",
+    "embedding-gemma2": "gemma4",
     "gemma4-assistant": "gemma4",
     "glm5-next": "kimi-linear glm-dsa",
     "granite_swa": "granitehybrid",
