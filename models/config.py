@@ -195,6 +195,8 @@ def _read_n_layers(meta: ModelMetadata, tensors: Iterable[str]) -> int:
     Raises ModelError unless the file contains tensors of all layers.
     """
     n_blocks = meta.read("block_count", int, low=1, high=MAX_LAYERS)
+    if meta.find("hrm.layers_per_stack") is not None:  # two stacks of layers, whose runs are the blocks
+        n_blocks = 2 * meta.read("hrm.layers_per_stack", int, low=1, high=MAX_LAYERS)
     n_layers = n_blocks - meta.read("nextn_predict_layers", int, 0, low=0, high=n_blocks) or n_blocks
     indices = {int(match[1]) for name in tensors if (match := re.match(r"(?:enc\.)?blk\.(\d{1,9})\.", name))}
     widths = meta.find("feed_forward_length")

@@ -136,11 +136,11 @@ def attention(
         cache: g.KVCache = at.graph.caches[shared]
         q = at.add(ops.RopeAppend(at.add(ops.Linear(x, query)), None, None, cache, rope, q_norm))
     else:
-        cache = at.graph.kv_cache(heads.n_kv, heads.key_dim, window=window)
+        cache = at.graph.kv_cache(heads.n_kv, heads.key_dim, window=window if at.causal else None)
         q, *kv = at.add(ops.Linears(x, (query, *keys_and_values)))
         k_norm = g.HeadNorm(at.norm_eps, w.vector("attn_k_norm", heads.key_dim))
         q = at.add(ops.RopeAppend(q, kv[0], kv[-1], cache, rope, q_norm, k_norm, g.HeadNorm(at.norm_eps)))
-    y = at.add(ops.Attention(q, cache, 1.0, window, has_spans=has_spans))
+    y = at.add(ops.Attention(q, cache, 1.0, window, causal=at.causal, has_spans=has_spans))
     return at.linear(y, "attn_output", d)
 
 
@@ -153,15 +153,15 @@ def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:
 
 
 def layer_embedding(at: Layer, x: Tensor, embedding: Tensor, weights: Weights, n: int, n_layers: int) -> Tensor:
-    """Return the layer's embedding of each token: n values from a table and from a projection of the embedding."""
-    columns = range(at.number * n, (at.number + 1) * n)
-    table = weights.require(
-        "per_layer_token_embd.weight", weights.n_rows("per_layer_token_embd.weight"), n_layers * n
-    )
-    token = at.add(ops.Embed(table, (n / 2) ** 0.5, columns))  # [T, n]
+    """Return the layer's embedding of each token: n values from a projection of the embedding and, if the file has a
+    table, from the table."""
     projection = weights.split("per_layer_model_proj", at.n_embd, {str(i): n for i in range(n_layers)})[at.number]
     context = at.add(ops.Scale(at.add(ops.Linear(embedding, projection)), at.n_embd**-0.5))
     context = at.add(ops.RMSNorm(context, weights.vector("per_layer_proj_norm", n), at.norm_eps))
-    both = at.add(ops.Add(context, token, 0.5**0.5))
-    y = at.add(ops.Gated(at.linear(x, "inp_gate", n), both, "gelu"))
+    if n_rows := weights.n_rows("per_layer_token_embd.weight"):
+        table = weights.require("per_layer_token_embd.weight", n_rows, n_layers * n)
+        columns = range(at.number * n, (at.number + 1) * n)
+        token = at.add(ops.Embed(table, (n / 2) ** 0.5, columns))  # [T, n]
+        context = at.add(ops.Add(context, token, 0.5**0.5))
+    y = at.add(ops.Gated(at.linear(x, "inp_gate", n), context, "gelu"))
     return norm(at, "post_norm", at.linear(y, "proj", at.n_embd))

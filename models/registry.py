@@ -29,6 +29,9 @@ class Conversion:
     # Return the additional keys for a configuration, without the architecture's name. A key that starts with a dot is
     # written without the dot and without the architecture's name. Keys with the value None are omitted.
     keys: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    # Return the name of a tensor with the number of its layer in the file, from its name in the checkpoint and the
+    # configuration.
+    name: Callable[[str, Any], str] = lambda name, config: name
     # Convert a tensor, from its name in the checkpoint, its array and the configuration, to an array or to several
     # arrays by GGUF's names. It may be called with arrays that have only a shape.
     tensor: Callable[[str, Array, Any], Array | Mapping[str, Array]] = lambda name, array, config: array
@@ -40,7 +43,7 @@ class Conversion:
     @classmethod
     def of(cls, module: Any, meant: Mapping[str, tuple[Any, ...]]) -> Conversion:
         """Return the conversion in a module, whose ``HF_MEANT`` replaces settings in ``meant``."""
-        hooks = {name: getattr(module, f"hf_{name}", None) for name in ("keys", "tensor", "extra")}
+        hooks = {name: getattr(module, f"hf_{name}", None) for name in ("keys", "name", "tensor", "extra")}
         functions = {name: function for name, function in hooks.items() if function}
         return cls(getattr(module, "HF_NAMES", {}), **functions, meant={**meant, **getattr(module, "HF_MEANT", {})})
 
@@ -126,6 +129,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "dots1": Architecture("dots1", "dots.llm1", "dots1"),
     "dots3note": Architecture("dots3note", "Dots 3 Note", "dots3_note dots3_note_text"),
     "dream": Architecture("dream", "Dream", "Dream", diffusion=DREAM),
+    "embedding-gemma2": Architecture(
+        "embedding_gemma2",
+        "EmbeddingGemma 2, text, as embedding model",
+        "embedding_gemma2 embedding_gemma2_text",
+        is_encoder=True,
+    ),
     "ernie4_5": Architecture("ernie4_5", "ERNIE 4.5, dense", "ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5", "ERNIE 4.5 with experts", "ernie4_5_moe"),
     "eurobert": Architecture("eurobert", "EuroBERT, as embedding models", "eurobert", is_encoder=True),
@@ -155,6 +164,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoe": Architecture("granite", "Granite 3 and 4 with experts", "granitemoe granitemoeshared"),
     "grok": Architecture("grok", "Grok 1 and 2", "Grok1ForCausalLM GrokForCausalLM Grok1ModelForCausalLM"),
     "grovemoe": Architecture("grovemoe", "GroveMoE", "grove_moe GroveMoeForCausalLM"),
+    "hrm_text": Architecture("hrm_text", "HRM-Text", "hrm_text"),
     "hunyuan-dense": Architecture("hunyuan", "Hunyuan, dense", "hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan", "Hunyuan A13B", "hunyuan_v1_moe"),
     "hunyuan_vl": Architecture("hunyuan", "HunyuanOCR, text", "hunyuan_vl hunyuan_vl_text"),

@@ -15,6 +15,7 @@ _SIMILAR = {
     "deepseek32": "glm-dsa",
     "dflash": "qwen3",
     "dots3note": "glm-dsa",
+    "embedding-gemma2": "gemma4",
     "gemma4-assistant": "gemma4",
     "glm5-next": "kimi-linear glm-dsa",
     "granite_swa": "granitehybrid",

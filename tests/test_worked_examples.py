@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from localllm.cli import commands
 from localllm.models.registry import ARCHITECTURES
 from tests.helpers.command_line import run_main
-from tests.models.tiny import DIFFUSION, ENCODERS, TINY
+from tests.models.tiny import DIFFUSION, ENCODER_DECODERS, ENCODERS, TINY
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -246,7 +247,6 @@ def test_the_page_of_models_has_the_architectures_of_the_registry() -> None:
         named = re.escape(f"| `{name}` | {architecture.models} |")
         numbers = r"\de-0[4-9] \| \de-0[3-9]"
         assert re.fullmatch(rf"{named} {numbers} \| (yes|–) \|", row), f"replace {row} (see above the table)"
-    assert {tiny.architecture for tiny in (TINY | ENCODERS | DIFFUSION).values()} == set(ARCHITECTURES), (
-        "tests/models/tiny.py"
-    )
+    entries = (TINY | DIFFUSION).values(), ENCODERS.values(), ENCODER_DECODERS.values()
+    assert {tiny.architecture for tiny in chain(*entries)} == set(ARCHITECTURES), "tests/models/tiny.py"
     assert f"[{len(ARCHITECTURES)} architectures](docs/models.md)" in (ROOT / "README.md").read_text("utf-8")

@@ -398,7 +398,7 @@ class _Namer:
         groups: dict[str, dict[int, Source]] = defaultdict(dict)
         tied_head: Source | None = None
         for name, source in sources.items():
-            name = without_wrappers(name)
+            name = self._conversion.name(without_wrappers(name), self._config)
             if self._has_block:
                 name = self._block_name(name)
             if _HEAD.search(name) and not is_classifier(self._config):

@@ -237,6 +237,7 @@ _LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
     "cohere2": lambda config, i: _window((i + 1) % _every(config, "sliding_window_pattern", 4)),
     "cohere2_moe": _cohere2_moe,
     "dots1": lambda config, i: _window(config.sliding_window and i >= config.max_window_layers),
+    "embedding_gemma2_text": lambda config, i: _window((i + 1) % 6 and i + 1 < config.num_hidden_layers),
     "exaone4": _exaone,
     "exaone_moe": _exaone,
     "gemma2": lambda config, i: _window((i + 1) % 2),

@@ -64,7 +64,8 @@ def check(name: str, runner: Runner, limit: float) -> None:
     if not TINY[name].written:  # transformers has the model
         theirs = values_of(model_of(name), IDS, names)
         streams = {f"layers.{i}.{end}" for i in range(n_layers) for end in ("input", "output")}
-        assert theirs.keys() >= {"embedding", "logits", *streams} or name == "deci"  # its file has more layers
+        # The file of deci has more layers, and layers of hrm-text have other names in transformers.
+        assert theirs.keys() >= {"embedding", "logits", *streams} or name in ("deci", "hrm-text")
         assert theirs.keys() >= {value for value in names if value.endswith(".router")} or name.startswith("llama4")
     ours = traced(runner, [*names])
     for value, expected in theirs.items():

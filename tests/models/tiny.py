@@ -1079,6 +1079,9 @@ TINY: dict[str, Tiny] = {
     "nemotron-h-latent": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE | {"moe_latent_size": 32}),
     "nemotron-h-moe": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE),
     "olmo": Tiny("olmo", "olmo", {"rms_norm_eps": None, "clip_qkv": 0.9}),
+    "hrm-text": Tiny(
+        "hrm_text", "hrm_text", {"num_hidden_layers": 2, "num_key_value_heads": None, "embedding_scale": 3.0}
+    ),
     "olmo2": Tiny("olmo2", "olmo2"),
     "olmo3": Tiny(
         "olmo3", "olmo2", WINDOW | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": YARN}}
@@ -1188,6 +1191,14 @@ ENCODERS: dict[str, Tiny] = {
         "modernbert",
         "modern-bert",
         {"norm_eps": 1e-5, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
+        auto="AutoModel",
+    ),
+    "embedding-gemma2": Tiny(
+        "embedding_gemma2_text",
+        "embedding-gemma2",
+        WINDOW
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32}
+        | {"num_global_key_value_heads": 1, "hidden_size_per_layer_input": 32, "embedding_dim": 64},
         auto="AutoModel",
     ),
     "gemma-embedding": Tiny(
