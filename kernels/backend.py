@@ -516,23 +516,22 @@ class WeightUse:
 
 
 def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
-    """Return the weights of a graph without duplicates.
+    """Return the weights of a graph and of its `Graph.token_graph`, without duplicates.
 
     Weights of the output come first, because they are the largest. The temporary memory for packing them is then
     needed while little else is allocated.
     """
-    tables = {node.operation.table for node in graph.nodes if isinstance(node.operation, Embed)}
-    operands = {w for node in graph.nodes if not isinstance(node.operation, Embed) for w in node.operation.weights}
+    nodes = [*graph.nodes, *([] if graph.token_graph is None else graph.token_graph.nodes)]
+    tables = {node.operation.table for node in nodes if isinstance(node.operation, Embed)}
+    operands = {w for node in nodes if not isinstance(node.operation, Embed) for w in node.operation.weights}
     layers: dict[Weight, LayerTag] = {}
-    for node in sorted(graph.nodes, key=lambda node: node.layer != "output"):
+    for node in sorted(nodes, key=lambda node: node.layer != "output"):
         for weight in node.operation.weights:
             layers.setdefault(weight, node.layer)
-    rows = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_rows)}
-    columns = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_columns)}
+    rows = {weight for node in nodes for weight in node.operation.named(node.operation.float_rows)}
+    columns = {weight for node in nodes for weight in node.operation.named(node.operation.float_columns)}
     floats = rows | columns
-    experts = {
-        w for n in graph.nodes if isinstance(n.operation, ExpertLinears | ExpertOutput) for w in n.operation.weights
-    }
+    experts = {w for n in nodes if isinstance(n.operation, ExpertLinears | ExpertOutput) for w in n.operation.weights}
     return tuple(
         WeightUse(
             *(w, layer, w in tables, w in operands, len(w.shape) == 1 or w in floats, w in columns),

@@ -4,6 +4,9 @@ Layers without compression see only their window. Layers with 128 tokens per ent
 tokens per entry, whose runs overlap, see the entries that an indexer selects. The indexer compresses runs to separate
 keys. All query heads share one key head. Its rotated keys are also the values, so the output of attention is rotated
 back. Streams are connected as in GLM-5.3 (arXiv:2512.24880). In the first layers, the token's id selects the experts.
+
+The block for multi-token prediction reads and returns all streams. Its file contains separate weights for mixing the
+streams before the head, so it is not part of the model's file.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from localllm.models import hy_v4
 from localllm.models.blocks import Layer, decoder, mixture, norm
 from localllm.models.config import MAX_HEAD_DIM, Header
 from localllm.models.hf_convert import Array, routing_keys
+from localllm.models.mtp import record_block
 from localllm.models.rope import make_local_rope, make_rope
 from localllm.models.weights import Numbers, Reshaped
 from localllm.quant.types import GGMLType
@@ -55,7 +59,7 @@ _KINDS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_com
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    n = config.num_hidden_layers
+    n = config.num_hidden_layers + config.n_nextn
     whole = config.rope_parameters
     rope, main = whole.get("compress", whole), whole.get("main")
     theta, compress_theta = config.rope_theta, config.compress_rope_theta
@@ -87,7 +91,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "attention.sliding_window": config.sliding_window,
         "attention.output_group_count": config.o_groups,
         "attention.output_lora_rank": config.o_lora_rank,
-        "attention.compress_ratios": list(ratios),
+        "attention.compress_ratios": [*ratios, *[0] * (n - len(ratios))],
         "attention.compress_rope_freq_base": compress_theta,
         "attention.indexer.head_count": config.index_n_heads,
         "attention.indexer.key_length": config.index_head_dim,
@@ -181,6 +185,9 @@ def record(m: Header) -> Graph:
     experts, limits = m.required_experts(gating="sqrt_softplus"), m.gate_limits()
     experts = replace(experts, limits_input=True)
     n_hashed = m.meta.read("hash_layer_count", int, low=0, high=1 << 16)
+    if m.is_block:  # it has no compression, and the limits of all layers
+        limits.append(limits[-1])
+        attention = replace(attention, ratios=(0,) * len(limits))
     attend = _Attention(m, attention).attend
 
     def layer(at: Layer, streams: Tensor) -> Tensor:
@@ -199,9 +206,19 @@ def record(m: Header) -> Graph:
         y = mixture(at, norm(at, "ffn_norm", x), experts, limits=limits[at.number], expert_ids=expert_ids)
         return connections.behind(at, y, streams, more)
 
-    def end(at: Layer, name: str, streams: Tensor) -> Tensor:
+    def mix(graph: Graph, streams: Tensor) -> Tensor:
+        at = Layer(-1, graph, m.weights, m.config.n_embd, m.norm_eps, streams)
         (before,) = connections.weights(at, "output_hc", streams, 1)
-        return norm(at, name, at.add(ops.MixStreams(streams, before, connections.n)))
+        return at.add(ops.MixStreams(streams, before, connections.n))
+
+    def block(number: int, graph: Graph, e: Tensor, streams: Tensor) -> Tensor:
+        return layer(Layer(number, graph, m.weights.layer(number), m.config.n_embd, m.norm_eps, e), streams)
+
+    if m.is_block:
+        return record_block(m, block, 1.0, m.norm_eps, connections.n, mix)
+
+    def end(at: Layer, name: str, streams: Tensor) -> Tensor:
+        return norm(at, name, mix(at.graph, streams))
 
     return decoder(m, layer, change_embedding=connections.begin, output_norm=end)
 
