@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.graph import Graph, HeadNorm, KVCache, Matrix, Rope, Rows, Tensor, Weight
+from localllm.kernels.graph import Graph, HeadNorm, KVCache, Matrix, Rows, Tensor, Weight
 from localllm.kernels.operations import (
     Attention,
     BlockConv,
@@ -40,9 +40,9 @@ from localllm.kernels.operations import (
     Softcap,
 )
 from localllm.kernels.operations.recurrent import MAX_CONV
-from localllm.models import eagle3
+from localllm.models import deepseek4_dspark, eagle3
 from localllm.models.blocks import Layer, add, gated_mlp, norm, read_softcap
-from localllm.models.config import Header, Heads, ModelMetadata
+from localllm.models.config import Header, ModelMetadata
 from localllm.models.hf_convert import Array, rotated_part, window_keys
 from localllm.models.rope import make_rope
 from localllm.models.target import before_outputs, check_target, layer_inputs, read_ends, read_layers, read_token_ids
@@ -173,55 +173,32 @@ def record(m: Header) -> Graph:
     block = Block.read(meta, w, n_vocab)
     logit_scale = meta.read("logit_scale", float, 0.0, low=-1e6, high=1e6) or 1.0
     softcap = read_softcap(m, "final_logit_softcapping")
-    act = meta.read("hidden_activation", str, "silu")
-    if act not in _ACTIVATIONS:
-        raise ModelError(f"dflash.hidden_activation is {quoted(act)}, which localllm does not support yet")
-    causal = meta.read("attention.causal", bool, False)
-    scale = meta.read("attention.scale", float, 0.0, low=0.0, high=1e3) or m.heads().key_dim ** -0.5
-    value_scale = meta.read("attention.value_scale", float, 0.0, low=-1e3, high=1e3) or 1.0
-    embedding_scale = meta.read("embedding_scale", float, 0.0, low=0.0, high=1e6) or 1.0
-    keys = _KeysAndValues(m, m.heads(), make_rope(m, m.heads().key_dim), m.windows(period=0))
-    fused = keys.read_fusion()
+    layers: Layers | deepseek4_dspark.Layers
+    if meta.find("hyper_connection.count") is not None:
+        layers = deepseek4_dspark.Layers(m)
+    else:
+        layers = Layers(m, _read_convolutions(meta) if block.n_candidates else None)
+    fused = _read_fusion(m)
     table, head = read_ends(w, d, n_vocab, target)
+    embedding_scale = meta.read("embedding_scale", float, 0.0, low=0.0, high=1e6) or 1.0
     graph = Graph(m.cache_type, token_ids=read_token_ids(w, n_vocab), caches_of=target)
     if target is None:
-        caches = keys.declare(graph, 0)
+        caches = layers.declare(graph, 0)
         graph.layer = "embedding"
     else:
         if not target.watched:  # skipped if the drafter is read a second time
-            keys.record(target, *fused)
+            _record_keys(m, layers, target, *fused)
         caches = list(target.caches.values())[-m.config.n_layers :]
         graph.caches, graph.states, graph.windows = dict(target.caches), dict(target.states), list(target.windows)
-    x = embedding = graph.add(Input(Tensor(Rows.TOKENS, d)) if table is None else Embed(table, embedding_scale))
-
-    def normed_behind(at: Layer, name: str, y: Tensor) -> Tensor:
-        return norm(at, name, y) if f"{name}.weight" in at.weights else y
-
-    convolved = _read_convolutions(meta) if block.n_candidates else None
-    for i, window in enumerate(keys.windows):
-        graph.layer = i
-        at = Layer(i, graph, w.layer(i), d, m.norm_eps, embedding)
-        conv = _Convolutions(at, "attn", norm(at, "attn_norm", x), convolved)
-        q, *keys_and_values = at.add(Linears(conv.before(), keys.matrices(i, "qkv")))
-        q = keys.append(at.graph, i, q, keys_and_values, caches[i], keys.head_norm(i, "q"))
-        sinks = at.weights.find("attn_sinks.weight", keys.heads.n)
-        y = at.add(Attention(q, caches[i], scale, window, sinks=sinks, has_spans=not causal))
-        y = at.linear(y, "attn_output", d)
-        y = y if value_scale == 1 else at.add(Scale(y, value_scale))
-        x = add(at, normed_behind(at, "post_attention_norm", conv.behind(y)), x)
-        conv = _Convolutions(at, "ffn", norm(at, "ffn_norm", x), convolved)
-        y = gated_mlp(at, conv.before(), m.mlp_width(), activation=_ACTIVATIONS[act])
-        x = add(at, normed_behind(at, "post_ffw_norm", conv.behind(y)), x)
-        if "layer_output_scale.weight" in at.weights:
-            x = at.add(Scale(x, weight=at.weights.require("layer_output_scale.weight", 1)))
-    graph.layer = "output"
-    x = norm(Layer(-1, graph, w, d, m.norm_eps, embedding), "output_norm", graph.add(Outputs(x)))
+    x = graph.add(Input(Tensor(Rows.TOKENS, d)) if table is None else Embed(table, embedding_scale))
+    before_norm = layers.record(graph, x, caches)
+    x = norm(Layer(-1, graph, w, d, m.norm_eps, x), "output_norm", before_norm)
     if block.n_candidates:
         rank = meta.read("selector_rank", int, low=1, high=1 << 16)
         graph.watched.add(graph.add(Linear(x, w.matrix("selector_hidden", d, rank))))
         graph.token_graph = _record_candidates(m, graph, rank)
     elif block.confidence is not None:
-        graph.watched.add(x)
+        graph.watched.add(x if layers.confidence_reads_normed else before_norm)
     if head is not None:
         logits = graph.add(Linear(x, Matrix(head)))
         if block.n_candidates:  # without candidates, llama.cpp ignores both
@@ -287,23 +264,102 @@ def _record_bias(m: Header, graph: Graph) -> Graph:
     return bias
 
 
-@dataclass(frozen=True)
-class _KeysAndValues:
-    """Computation of the keys and values of the drafter's layers."""
+def _read_fusion(m: Header) -> tuple[list[int], Matrix, Weight]:
+    """Return the numbers of the layers that are read, and the matrix and norm that fuse them to one row."""
+    numbers, d, w = read_layers(m.meta), m.config.n_embd, m.weights
+    return numbers, w.matrix("fc", len(numbers) * d, d), w.vector("enc.output_norm", d)
 
-    m: Header
-    heads: Heads
-    rope: Rope
-    windows: tuple[int | None, ...]  # one per layer
 
-    def matrices(self, i: int, names: str) -> tuple[Matrix, ...]:
+def _record_keys(
+    m: Header,
+    layers: Layers | deepseek4_dspark.Layers,
+    target: Graph,
+    numbers: list[int],
+    fc: Matrix,
+    fc_norm: Weight,
+) -> None:
+    """Record the keys and values of the drafter's layers in the target model's graph."""
+    with before_outputs(target):
+        x = layer_inputs(target, numbers, m.config.n_embd)
+        x = target.add(RMSNorm(target.add(Linear(x, fc)), fc_norm, m.norm_eps))
+        target.watched.add(x)
+        caches = layers.declare(target, target.n_layers)
+        target.layer = "output"
+        for i, cache in enumerate(caches):
+            layers.append(target, i, x, cache)
+
+
+class Layers:
+    """The layers of a drafter, like layers of Qwen 3 or Gemma 4.
+
+    ``convolutions``: values of a kernel, and columns with the same factors; None without convolutions.
+    """
+
+    confidence_reads_normed = (
+        True  # whether the confidence head reads the hidden state after the norm before the head
+    )
+
+    def __init__(self, m: Header, convolutions: tuple[int, int] | None) -> None:
+        meta = m.meta
+        self.m, self.heads, self.convolutions = m, m.heads(), convolutions
+        self.rope, self.windows = make_rope(m, self.heads.key_dim), m.windows(period=0)
+        act = meta.read("hidden_activation", str, "silu")
+        if act not in _ACTIVATIONS:
+            raise ModelError(f"dflash.hidden_activation is {quoted(act)}, which localllm does not support yet")
+        self.activation, self.causal = _ACTIVATIONS[act], meta.read("attention.causal", bool, False)
+        scale = meta.read("attention.scale", float, 0.0, low=0.0, high=1e3)
+        self.scale = scale or self.heads.key_dim**-0.5
+        self.value_scale = meta.read("attention.value_scale", float, 0.0, low=-1e3, high=1e3) or 1.0
+
+    def declare(self, graph: Graph, first: int) -> list[KVCache]:
+        """Declare the layers' caches in a graph, as caches of layer ``first`` and the following layers."""
+        caches = []
+        for i, window in enumerate(self.windows):
+            graph.layer = first + i
+            caches.append(graph.kv_cache(self.heads.n_kv, self.heads.key_dim, self.heads.value_dim, window=window))
+        return caches
+
+    def append(self, target: Graph, i: int, x: Tensor, cache: KVCache) -> None:
+        """Record the keys and values of layer i for the target's tokens, from the fused rows x [T, d]."""
+        # The operation requires queries, but they are unused here.
+        *keys_and_values, q = target.add(Linears(x, self._matrices(i, "kvk")))
+        self._append(target, i, q, keys_and_values, cache)
+
+    def record(self, graph: Graph, embedding: Tensor, caches: list[KVCache]) -> Tensor:
+        """Record the layers and the selection of outputs. Returns hidden states [N, d] before the last norm."""
+        m, x = self.m, embedding
+        d = m.config.n_embd
+
+        def normed_behind(at: Layer, name: str, y: Tensor) -> Tensor:
+            return norm(at, name, y) if f"{name}.weight" in at.weights else y
+
+        for i, window in enumerate(self.windows):
+            graph.layer = i
+            at = Layer(i, graph, m.weights.layer(i), d, m.norm_eps, embedding)
+            conv = _Convolutions(at, "attn", norm(at, "attn_norm", x), self.convolutions)
+            q, *keys_and_values = at.add(Linears(conv.before(), self._matrices(i, "qkv")))
+            q = self._append(graph, i, q, keys_and_values, caches[i], self._head_norm(i, "q"))
+            sinks = at.weights.find("attn_sinks.weight", self.heads.n)
+            y = at.add(Attention(q, caches[i], self.scale, window, sinks=sinks, has_spans=not self.causal))
+            y = at.linear(y, "attn_output", d)
+            y = y if self.value_scale == 1 else at.add(Scale(y, self.value_scale))
+            x = add(at, normed_behind(at, "post_attention_norm", conv.behind(y)), x)
+            conv = _Convolutions(at, "ffn", norm(at, "ffn_norm", x), self.convolutions)
+            y = gated_mlp(at, conv.before(), m.mlp_width(), activation=self.activation)
+            x = add(at, normed_behind(at, "post_ffw_norm", conv.behind(y)), x)
+            if "layer_output_scale.weight" in at.weights:
+                x = at.add(Scale(x, weight=at.weights.require("layer_output_scale.weight", 1)))
+        graph.layer = "output"
+        return graph.add(Outputs(x))
+
+    def _matrices(self, i: int, names: str) -> tuple[Matrix, ...]:
         """Return the layer's matrices with the letters in ``names``: q, k or v. Gemma's layers have no v."""
         heads, w, d = self.heads, self.m.weights.layer(i), self.m.config.n_embd
         widths = {"q": heads.n * heads.key_dim, "k": heads.n_kv * heads.key_dim, "v": heads.n_kv * heads.value_dim}
         names = names if "attn_v.weight" in w else names.replace("v", "")
         return tuple(w.matrix(f"attn_{name}", d, widths[name]) for name in names)
 
-    def append(
+    def _append(
         self,
         graph: Graph,
         i: int,
@@ -316,33 +372,7 @@ class _KeysAndValues:
         k, v, v_norm = keys_and_values[0], keys_and_values[-1], None
         if v is k:
             v_norm = HeadNorm(self.m.norm_eps)
-        return graph.add(RopeAppend(q, k, v, cache, self.rope, q_norm, self.head_norm(i, "k"), v_norm))
+        return graph.add(RopeAppend(q, k, v, cache, self.rope, q_norm, self._head_norm(i, "k"), v_norm))
 
-    def head_norm(self, i: int, name: str) -> HeadNorm:
+    def _head_norm(self, i: int, name: str) -> HeadNorm:
         return HeadNorm(self.m.norm_eps, self.m.weights.layer(i).vector(f"attn_{name}_norm", self.heads.key_dim))
-
-    def declare(self, graph: Graph, first: int) -> list[KVCache]:
-        """Declare the layers' caches in a graph, as caches of layer ``first`` and the following layers."""
-        caches = []
-        for i, window in enumerate(self.windows):
-            graph.layer = first + i
-            caches.append(graph.kv_cache(self.heads.n_kv, self.heads.key_dim, self.heads.value_dim, window=window))
-        return caches
-
-    def read_fusion(self) -> tuple[list[int], Matrix, Weight]:
-        """Return the numbers of the layers that are read, and the matrix and norm that fuse them to one row."""
-        numbers, d, w = read_layers(self.m.meta), self.m.config.n_embd, self.m.weights
-        return numbers, w.matrix("fc", len(numbers) * d, d), w.vector("enc.output_norm", d)
-
-    def record(self, target: Graph, numbers: list[int], fc: Matrix, fc_norm: Weight) -> None:
-        """Record the computation in the target model's graph."""
-        with before_outputs(target):
-            x = layer_inputs(target, numbers, self.m.config.n_embd)
-            x = target.add(RMSNorm(target.add(Linear(x, fc)), fc_norm, self.m.norm_eps))
-            target.watched.add(x)
-            caches = self.declare(target, target.n_layers)
-            target.layer = "output"
-            for i, cache in enumerate(caches):
-                # The operation requires queries, but they are unused here.
-                *keys_and_values, q = target.add(Linears(x, self.matrices(i, "kvk")))
-                self.append(target, i, q, keys_and_values, cache)

@@ -34,8 +34,9 @@ from localllm.errors import (
 )
 from localllm.gguf import Metadata
 from localllm.gguf.writer import TensorSpec, read_back
+from localllm.models import deepseek4_dspark
 from localllm.models.config import MAX_LAYERS, ModelMetadata, read_general
-from localllm.models.hf_convert import floats, is_classifier
+from localllm.models.hf_convert import MEANT, floats, is_classifier
 from localllm.models.registry import ARCHITECTURES, DRAFTERS, Architecture, Conversion, has_block, read_model
 from localllm.models.tensor_names import LAYER, gguf_name, split_layer, tensor_names, without_wrappers
 from localllm.models.weights import ModelFile
@@ -165,10 +166,12 @@ class Checkpoint(ConvertedFolder):
         values = _read_config(folder)
         config = Config(values)
         self.architecture = _architecture(config, values)
+        if only_block and "dspark_block_size" in config:  # the block of DeepSeek V4 is a DSpark drafter
+            self.architecture, conversion = "dflash", Conversion.of(deepseek4_dspark, MEANT)
         architecture = _KNOWN[self.architecture]
         conversion = conversion or architecture.conversion
         _check_target(folder, architecture, target)
-        if only_block and not architecture.has_block:
+        if only_block and not (architecture.has_block or self.architecture == "dflash"):
             raise UsageError(f"{path_text(folder)} has no block for multi-token prediction that localllm supports")
         self._only_block = only_block
         if target is not None:
@@ -216,7 +219,9 @@ class Checkpoint(ConvertedFolder):
     def _read(self) -> None:
         if not self._only_block:
             read_model(self)
-        if has_block(self):
+        if self.architecture == "dflash":
+            read_model(self)
+        elif has_block(self):
             read_model(self, is_block=True)
         elif self._only_block:
             raise ModelError("the checkpoint has no block for multi-token prediction")
@@ -408,6 +413,7 @@ class _Namer:
     def __init__(self, architecture: str, conversion: Conversion, config: Config, only_block: bool) -> None:
         known = _KNOWN[architecture]
         self._conversion, self._config, self._only_block = conversion, config, only_block
+        self._is_dspark = only_block and architecture == "dflash"
         self._has_block = known.has_block and (only_block or not known.block_is_separate)
         self._names = tensor_names(architecture, conversion.names)
 
@@ -416,9 +422,12 @@ class _Namer:
         tied_head: Source | None = None
         for name, source in sources.items():
             name, original = without_wrappers(name), name
-            if self._has_block:
+            if self._is_dspark:
+                if not (name := _stage_name(name)):
+                    continue
+            elif self._has_block:
                 name = self._block_name(name)
-            if self._only_block and not self._is_of_block(original, name):
+            if self._only_block and not self._is_dspark and not self._is_of_block(original, name):
                 continue
             if _HEAD.search(name) and not is_classifier(self._config):
                 continue
@@ -533,6 +542,15 @@ class _Namer:
             return {ours: changed}
         halves = zip(("gate", "up"), np.split(changed, 2, axis=1), strict=True)
         return {ours.replace("gate_up", half): part for half, part in halves}
+
+
+def _stage_name(name: str) -> str:
+    """Return the name of a tensor of DeepSeek V4's DSpark drafter without ``mtp.{i}.``; empty for other tensors."""
+    match = re.fullmatch(r"mtp\.(\d+)\.(.*)", name)
+    if match is None:
+        return ""
+    of_drafter = r"(main_(proj|norm)|norm|markov_head\.markov_w[12]|confidence_head\.proj)\.(weight|bias)|hc_head_\w+"
+    return match[2] if re.fullmatch(of_drafter, match[2]) else f"layers.{match[1]}.{match[2]}"
 
 
 def _side_by_side(left: Source, right: Source) -> Source:

@@ -293,7 +293,7 @@ class ModelRunner:
         for first in range(0, len(ids), self._max_ids):
             step.run(self._batch_of_ids(ids[first : first + self._max_ids])).rows()
             parts.append([step.value(x).copy() for x in results])
-        return [np.concatenate(rows) for rows in zip(*parts, strict=True)]
+        return parts[0] if len(parts) == 1 else [np.concatenate(rows) for rows in zip(*parts, strict=True)]
 
     def _batch_of_ids(self, ids: Sequence[int]) -> Batch:
         """Return a batch for a program that neither reads nor writes the cache."""

@@ -79,7 +79,8 @@ class Drafter:
             q = rotated(normed(heads("q", y), layer["self_attn.q_norm.weight"]), positions[n_before:])
             both = np.concatenate([context, y])
             k = rotated(normed(heads("k", both), layer["self_attn.k_norm.weight"]), positions)
-            v, group = heads("v", both), q.shape[1] // k.shape[1]
+            has_values, group = "self_attn.v_proj.weight" in layer, q.shape[1] // k.shape[1]
+            v = heads("v", both) if has_values else normed(heads("k", both), np.ones(dim))
             scores = np.einsum("qhd,khd->hqk", q, np.repeat(k, group, axis=1)) * dim**-0.5
             if kind == "s":
                 scores[:, positions[n_before:, None] - positions >= WINDOW] = -np.inf
@@ -130,41 +131,45 @@ class Drafter:
 
 
 def with_drafter(
-    folder: Path, name: str = "llama", *, few: bool = True, has_convolutions: bool = True, **changes: Any
+    folder: Path, name: str = "llama", *, few: bool = True, has_values: bool = True, **changes: Any
 ) -> tuple[Path, Path, Drafter]:
-    """Create a tiny random model and a drafter for it; return their files, and the drafter in numpy."""
+    """Create a tiny random model and a drafter for it; return their files, and the drafter in numpy.
+
+    Without ``has_values``, values are the keys before their norm, as in Gemma 4's drafters.
+    """
     kinds = "sfs"
     path, drafts, model, _ = dflash.with_drafter(folder, name, few=few, kinds=kinds)
     tensors = {NAMES.get(x, x): tensor.read() for x, tensor in read_folder(folder / "drafter").items()}
     config = json.loads((folder / "drafter/config.json").read_text())
     d, n_vocab, rng = config["hidden_size"], model.config.vocab_size, np.random.default_rng(9)
-    if has_convolutions:
-        drafts.unlink()
-        for i in range(len(kinds)):
-            for of in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
-                base = rng.normal(0, 0.3, (2, KERNEL, d))
-                base[:, 0] += 1
-                tensors[f"{of}.base_kernel"] = base.astype(np.float32)
-                n_factors = 2 * KERNEL * (d // GROUP)
-                factors = rng.normal(0, 0.3 * d**-0.5, (n_factors, d)).astype(np.float32)
-                tensors[f"{of}.kernel_projection.weight"] = factors
-        for x, n_rows, width in (
-            ("predecessor_codebook", n_vocab, RANK), ("successor_codebook", n_vocab, RANK),
-            ("hidden_projection.weight", RANK, d),
-        ):  # fmt: skip
-            values = rng.normal(0, 1 if width == RANK else d**-0.5, (n_rows, width))
-            tensors[f"candidate_selector.{x}"] = values.astype(np.float32)
-        if few:
-            for x in ("predecessor", "successor"):
-                rows = [i for i in range(n_vocab) if i not in LIKELY]
-                tensors[f"candidate_selector.{x}_codebook"][rows] = 0
-        write_safetensors(folder / "drafter/model.safetensors", tensors)
-        config |= {"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "use_sliding_window": True}
-        names = ("block_size", "mask_token_id", "target_layer_ids")
-        config["dflash_config"] = {x: config.pop(x) for x in names} | SETTINGS | changes
-        config["dflash_config"] |= {"output_multiplier": SCALE, "final_logit_softcapping": SOFTCAP}
-        (folder / "drafter/config.json").write_text(json.dumps(config))
-        drafts = write_draft(folder)
+    drafts.unlink()
+    if not has_values:
+        tensors = {x: array for x, array in tensors.items() if "v_proj" not in x}
+    for i in range(len(kinds)):
+        for of in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
+            base = rng.normal(0, 0.3, (2, KERNEL, d))
+            base[:, 0] += 1
+            tensors[f"{of}.base_kernel"] = base.astype(np.float32)
+            n_factors = 2 * KERNEL * (d // GROUP)
+            factors = rng.normal(0, 0.3 * d**-0.5, (n_factors, d)).astype(np.float32)
+            tensors[f"{of}.kernel_projection.weight"] = factors
+    for x, n_rows, width in (
+        ("predecessor_codebook", n_vocab, RANK), ("successor_codebook", n_vocab, RANK),
+        ("hidden_projection.weight", RANK, d),
+    ):  # fmt: skip
+        values = rng.normal(0, 1 if width == RANK else d**-0.5, (n_rows, width))
+        tensors[f"candidate_selector.{x}"] = values.astype(np.float32)
+    if few:
+        for x in ("predecessor", "successor"):
+            rows = [i for i in range(n_vocab) if i not in LIKELY]
+            tensors[f"candidate_selector.{x}_codebook"][rows] = 0
+    write_safetensors(folder / "drafter/model.safetensors", tensors)
+    config |= {"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "use_sliding_window": True}
+    names = ("block_size", "mask_token_id", "target_layer_ids")
+    config["dflash_config"] = {x: config.pop(x) for x in names} | SETTINGS | changes
+    config["dflash_config"] |= {"output_multiplier": SCALE, "final_logit_softcapping": SOFTCAP}
+    (folder / "drafter/config.json").write_text(json.dumps(config))
+    drafts = write_draft(folder)
     floats = {x: np.array(array, np.float64) for x, array in tensors.items() if not isinstance(array, tuple)}
     if tensors["fc.weight"].dtype == np.uint16:  # bfloat16
         floats = {
@@ -182,9 +187,11 @@ def test_the_computation_in_numpy_equals_transformers_without_convolutions(tmp_p
     assert np.abs(drafter.states(PROMPT, 4) - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen35"])
-def test_drafts_equal_the_computation_in_numpy(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, drafts, drafter = with_drafter(tmp_path, name, few=False)
+@pytest.mark.parametrize(("name", "has_values"), [("llama", True), ("llama", False), ("qwen35", True)])
+def test_drafts_equal_the_computation_in_numpy(
+    name: str, has_values: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, drafts, drafter = with_drafter(tmp_path, name, few=False, has_values=has_values)
     seen = recorded(monkeypatch, BlockDrafter, "at_once")
     with localllm.load(path, draft_model=drafts, context=128, threads=1) as llm:
         llm.generate(PROMPT, **GREEDY, draft_always=True)

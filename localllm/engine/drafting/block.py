@@ -20,6 +20,7 @@ from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.model import likeliest
 from localllm.engine.drafting.mtp import MTPDrafter, MTPModel
 from localllm.engine.runner import BatchItem, ModelRunner
+from localllm.sampling.candidates import highest
 
 Array = NDArray[np.float32]
 
@@ -46,8 +47,10 @@ class ChooseWithBias:
     def __call__(self, model: BlockModel, last: int, logits: Array) -> Iterator[tuple[int, float]]:
         for i, row in enumerate(logits):
             embedding, bias = model.runner.of_tokens([last])
-            last, probability = model.likeliest(row + bias[0])
-            if self.confidence is not None:
+            if self.confidence is None:
+                last, probability = model.likeliest(row + bias[0])
+            else:
+                last = model.id_of(int((row + bias[0]).argmax()))
                 features = np.concatenate([model.runner.hidden_rows()[i], embedding[0], np.ones(1, np.float32)])
                 probability = float(1 / (1 + np.exp(-np.dot(features, self.confidence))))
             yield last, probability
@@ -65,8 +68,10 @@ class ChooseCandidates:
 
     def __call__(self, model: BlockModel, last: int, logits: Array) -> Iterator[tuple[int, float]]:
         n = min(self.n_candidates, logits.shape[1])
-        columns = np.argpartition(-logits, n - 1, axis=1)[:, :n]
-        columns.sort(axis=1)
+        rows = [highest(row, n) for row in logits]
+        if min(map(len, rows)) < n:  # NaN or infinite logits
+            return
+        columns = np.array(rows)
         ids = columns if model.token_ids is None else model.token_ids[columns]
         before, after = model.runner.of_tokens([last, *ids.reshape(-1).tolist()])
         chosen = 0  # row of ``before``

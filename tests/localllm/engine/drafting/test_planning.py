@@ -66,6 +66,12 @@ def test_drafts_never_cost_much(rate: float, round_s: float, draft_s: float, tok
     assert speed(rate, round_s, draft_s, token_s) > 0.93
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_drafts_that_cannot_pay_are_seldom_tried(rate: float) -> None:
+    """A draft costs more than a step, so no rate makes drafts pay."""
+    assert speed(rate, 0.0, 1.2, 0.05) > 0.985
+
+
 @pytest.mark.parametrize(("round_s", "draft_s"), [(0.0, 0.05), (0.2, 0.0), (0.1, 0.02)])
 def test_right_drafts_pay(round_s: float, draft_s: float) -> None:
     assert speed(0.9, round_s, draft_s, 0.05) > 2
