@@ -521,12 +521,13 @@ class WeightUse:
 
 
 def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
-    """Return the weights of a graph, and of its graph of prompts, without duplicates.
+    """Return the weights of a graph and of the graphs that belong to it, without duplicates.
 
     Weights of the output come first, because they are the largest. The temporary memory for packing them is then
     needed while little else is allocated.
     """
-    nodes = graph.nodes if graph.prompt is None else [*graph.nodes, *graph.prompt.nodes]
+    graphs = (each for each in (graph, graph.prompt, graph.token_graph) if each is not None)
+    nodes = [node for each in graphs for node in each.nodes]
     tables = {node.operation.table for node in nodes if isinstance(node.operation, Embed)}
     operands = {w for node in nodes if not isinstance(node.operation, Embed) for w in node.operation.weights}
     layers: dict[Weight, LayerTag] = {}

@@ -470,10 +470,18 @@ class Graph:
     watched: set[Value] = field(default_factory=set)
     # values by name, such as "layers.3.attention", in execution order
     names: dict[str, NamedValue] = field(default_factory=dict)
+    # separate program over the same weights, from token ids without a context (`ModelRunner.of_tokens`)
+    token_graph: Graph | None = None
     # tokens of the result's columns, if they are not the whole vocabulary
     token_ids: NDArray[np.int64] | None = None
     _recorded: set[Value] = field(default_factory=set)
     _consumed: set[Value] = field(default_factory=set)
+
+    def empty(self) -> Graph:
+        """Return a graph without operations, with the caches and states of this graph."""
+        new = Graph(self.cache_type, self.rounds_floats, [], self.caches, self.states, self.windows)
+        new.caches_of, new.token_ids = self.caches_of, self.token_ids
+        return new
 
     def kv_cache(
         self,

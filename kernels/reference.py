@@ -496,6 +496,16 @@ class _Run:
             keys = (softmax(gates.swapaxes(1, 2)).swapaxes(1, 2) * fields[:, :, 0]).sum(axis=1)
         return (weights * np.maximum(q @ keys.T, 0)).sum(axis=0, keepdims=True)
 
+    def block_conv(self, op: ops.BlockConv) -> Array:
+        x, n_groups, kernel = self.values[op.x], op.n_groups, op.kernel
+        base = self.arrays[op.base].reshape(2, kernel, -1)[op.side]
+        factors = self.values[op.factors].reshape(len(x), 2, kernel, n_groups)[:, op.side]
+        kernels, y = base + np.repeat(factors, x.shape[1] // n_groups, axis=2), np.zeros_like(x)
+        for start, stop, _ in self.batch.sequences():
+            for j in range(min(kernel, stop - start)):
+                y[start + j : stop] += kernels[start + j : stop, j] * x[start : stop - j]
+        return y
+
     def causal_conv(self, op: ops.CausalConv) -> Array:
         x, weight = self.values[op.x], self.arrays[op.weight]
         kernel, y = weight.shape[1], np.empty_like(x)

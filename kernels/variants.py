@@ -21,7 +21,7 @@ def graph_variant(graph: Graph, watched: Collection[str], edited: Collection[str
     Also returns the watched value of each name, for `localllm.kernels.backend.Step.value`. A value that is read and
     changed is read after the change.
     """
-    new = _empty(graph)
+    new = graph.empty()
     renewed: dict[Value, Value] = {}
     copies: dict[Value, Tensor] = {}
     values: dict[str, Value] = {}
@@ -90,18 +90,11 @@ def head_graph(graph: Graph) -> Graph:
     stream = graph.names[f"layers.{graph.n_layers - 1}.output"].value
     assert isinstance(stream, Tensor)
     first = 1 + max(i for i, node in enumerate(graph.nodes) if stream in node.operation.results)
-    new = _empty(graph)
+    new = graph.empty()
     new.layer = "output"
     renewed: dict[Value, Value] = {stream: new.add(Input(Tensor(stream.rows, stream.width)))}
     for node in graph.nodes[first:]:
         operation = node.operation.with_inputs(renewed)
         new.add(operation)
         renewed |= dict(zip(node.operation.results, operation.results, strict=True))
-    return new
-
-
-def _empty(graph: Graph) -> Graph:
-    """Return a graph without operations, with the caches and states of another graph."""
-    new = Graph(graph.cache_type, graph.rounds_floats, [], graph.caches, graph.states, graph.windows)
-    new.caches_of, new.token_ids = graph.caches_of, graph.token_ids
     return new

@@ -192,7 +192,7 @@ def read_general(meta: ModelMetadata, tensors: Mapping[str, Weight]) -> ModelCon
 def _read_n_layers(meta: ModelMetadata, tensors: Iterable[str]) -> int:
     """Return ``block_count`` without the blocks for multi-token prediction, unless all blocks are of this kind.
 
-    Raises ModelError unless the file contains tensors of all layers.
+    Raises ModelError unless the file contains tensors of all layers, or only of blocks for multi-token prediction.
     """
     n_blocks = meta.read("block_count", int, low=1, high=MAX_LAYERS)
     if meta.find("hrm.layers_per_stack") is not None:  # two stacks of layers, whose runs are the blocks
@@ -201,7 +201,8 @@ def _read_n_layers(meta: ModelMetadata, tensors: Iterable[str]) -> int:
     indices = {int(match[1]) for name in tensors if (match := re.match(r"(?:enc\.)?blk\.(\d{1,9})\.", name))}
     widths = meta.find("feed_forward_length")
     empty = {i for i, width in enumerate(widths) if width == 0} if isinstance(widths, list | tuple) else set()
-    if not set(range(n_layers)) - empty <= indices <= set(range(n_blocks)):
+    layers, blocks = set(range(n_layers)) - empty, set(range(n_layers, n_blocks))
+    if not layers <= indices <= layers | empty | blocks and not (indices and indices <= blocks):
         raise ModelError(
             f"{meta.architecture}.block_count is {n_blocks}, but the file has tensors of {len(indices)} layers: "
             "the file's metadata and tensors disagree"

@@ -4,6 +4,9 @@ Layers without compression see only their window. Layers with 128 tokens per ent
 tokens per entry, whose runs overlap, see the entries that an indexer selects. The indexer compresses runs to separate
 keys. All query heads share one key head. Its rotated keys are also the values, so the output of attention is rotated
 back. Streams are connected as in GLM-5.3 (arXiv:2512.24880). In the first layers, the token's id selects the experts.
+
+The block for multi-token prediction reads and returns all streams. Its file contains separate weights for mixing the
+streams before the head, so it is not part of the model's file.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from localllm.models import hy_v4
 from localllm.models.blocks import Layer, decoder, mixture, norm
 from localllm.models.config import MAX_HEAD_DIM, Header
 from localllm.models.hf_convert import Array, routing_keys
+from localllm.models.mtp import record_block
 from localllm.models.rope import make_local_rope, make_rope
-from localllm.models.weights import Numbers, Reshaped
+from localllm.models.weights import Numbers, Reshaped, Weights
 from localllm.quant.types import GGMLType
 
 #: Names in released checkpoints.
@@ -55,7 +59,7 @@ _KINDS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_com
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    n = config.num_hidden_layers
+    n = config.num_hidden_layers + config.n_nextn
     whole = config.rope_parameters
     rope, main = whole.get("compress", whole), whole.get("main")
     theta, compress_theta = config.rope_theta, config.compress_rope_theta
@@ -87,7 +91,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "attention.sliding_window": config.sliding_window,
         "attention.output_group_count": config.o_groups,
         "attention.output_lora_rank": config.o_lora_rank,
-        "attention.compress_ratios": list(ratios),
+        "attention.compress_ratios": [*ratios, *[0] * (n - len(ratios))],
         "attention.compress_rope_freq_base": compress_theta,
         "attention.indexer.head_count": config.index_n_heads,
         "attention.indexer.key_length": config.index_head_dim,
@@ -177,36 +181,61 @@ class AttentionConfig:
 
 
 def record(m: Header) -> Graph:
-    attention, connections = AttentionConfig.read(m), hy_v4.Connections.read(m, magnitude=2.0)
-    experts, limits = m.required_experts(gating="sqrt_softplus"), m.gate_limits()
-    experts = replace(experts, limits_input=True)
-    n_hashed = m.meta.read("hash_layer_count", int, low=0, high=1 << 16)
-    attend = _Attention(m, attention).attend
+    layers = Layers(m)
+    if m.is_block:
+        return record_block(m, layers.record_block, 1.0, m.norm_eps, layers.connections.n, layers.mix)
 
-    def layer(at: Layer, streams: Tensor) -> Tensor:
-        x, more = connections.before(at, "hc_attn", streams)
-        streams = connections.behind(at, attend(at, norm(at, "attn_norm", x)), streams, more)
-        x, more = connections.before(at, "hc_ffn", streams)
+    def end(at: Layer, name: str, streams: Tensor) -> Tensor:
+        return norm(at, name, layers.mix(at.graph, streams))
+
+    return decoder(m, layers.record, change_embedding=layers.connections.begin, output_norm=end)
+
+
+class Layers:
+    """Records the layers of a model, of its block for multi-token prediction, or of a DSpark drafter."""
+
+    def __init__(self, m: Header) -> None:
+        attention = AttentionConfig.read(m)
+        self.m, self.connections = m, hy_v4.Connections.read(m, magnitude=2.0)
+        self.experts = replace(m.required_experts(gating="sqrt_softplus"), limits_input=True)
+        self.limits = m.gate_limits()
+        self.n_hashed = m.meta.read("hash_layer_count", int, low=0, high=1 << 16)
+        if m.is_block:  # it has no compression, and the limits of all layers
+            self.limits.append(self.limits[-1])
+            attention = replace(attention, ratios=(0,) * len(self.limits))
+        self.attention = Attention(m, attention)
+
+    def record(self, at: Layer, streams: Tensor, cache: g.KVCache | None = None) -> Tensor:
+        """Record a layer. ``cache``: see `Attention.attend`."""
+        x, more = self.connections.before(at, "hc_attn", streams)
+        y = self.attention.attend(at, norm(at, "attn_norm", x), cache)
+        streams = self.connections.behind(at, y, streams, more)
+        x, more = self.connections.before(at, "hc_ffn", streams)
         expert_ids = None
-        if at.number < n_hashed:
-            table = at.weights.require("ffn_gate_tid2eid.weight", m.config.n_vocab, experts.n_used)
+        if at.number < self.n_hashed:
+            table = at.weights.require("ffn_gate_tid2eid.weight", self.m.config.n_vocab, self.experts.n_used)
             if table.type is not GGMLType.I32:
                 raise ModelError(
                     f"tensor {table.name} is in {table.type.name}, but must be in I32: the file is broken"
                 )
-            expert_ids = at.add(ops.Embed(Numbers(table, experts.n)))
+            expert_ids = at.add(ops.Embed(Numbers(table, self.experts.n)))
         at.weights.skip("exp_probs_b_vl.bias")  # for images
-        y = mixture(at, norm(at, "ffn_norm", x), experts, limits=limits[at.number], expert_ids=expert_ids)
-        return connections.behind(at, y, streams, more)
+        limits = self.limits[at.number]
+        y = mixture(at, norm(at, "ffn_norm", x), self.experts, limits=limits, expert_ids=expert_ids)
+        return self.connections.behind(at, y, streams, more)
 
-    def end(at: Layer, name: str, streams: Tensor) -> Tensor:
-        (before,) = connections.weights(at, "output_hc", streams, 1)
-        return norm(at, name, at.add(ops.MixStreams(streams, before, connections.n)))
+    def record_block(self, number: int, graph: Graph, e: Tensor, streams: Tensor) -> Tensor:
+        m = self.m
+        return self.record(Layer(number, graph, m.weights.layer(number), m.config.n_embd, m.norm_eps, e), streams)
 
-    return decoder(m, layer, change_embedding=connections.begin, output_norm=end)
+    def mix(self, graph: Graph, streams: Tensor) -> Tensor:
+        """Record the sum of the streams that the head's norm reads."""
+        at = Layer(-1, graph, self.m.weights, self.m.config.n_embd, self.m.norm_eps, streams)
+        (before,) = self.connections.weights(at, "output_hc", streams, 1)
+        return at.add(ops.MixStreams(streams, before, self.connections.n))
 
 
-class _Attention:
+class Attention:
     """Records the attention of layers."""
 
     def __init__(self, m: Header, a: AttentionConfig) -> None:
@@ -219,7 +248,7 @@ class _Attention:
             """Return a rotation of the last values of a head. ``position_offset`` is added to the positions."""
             return replace(rope, first=dim - a.n_rot, position_offset=position_offset)
 
-        self.a, self.context = a, m.context
+        self.m, self.a, self.context = m, a, m.context
         ratios, dims = {*a.ratios} - {0}, (a.dim, a.index_dim)
         self.of_entries = {(ratio, dim): rotating(scaled, dim, 1 - ratio) for ratio in ratios for dim in dims}
         self.of_window, self.of_compressed = rotating(local, a.dim), rotating(scaled, a.dim)
@@ -261,8 +290,18 @@ class _Attention:
         weights = at.add(ops.Scale(at.linear(x, "indexer.proj", a.n_index), (a.n_index * a.index_dim) ** -0.5))
         return at.add(ops.IndexSelect(q, weights, entries, a.top_k))
 
-    def attend(self, at: Layer, x: Tensor) -> Tensor:
-        """Record attention for the normed input of a layer, [T, d]."""
+    def cache(self, graph: Graph) -> g.KVCache:
+        """Declare the cache of a layer's tokens."""
+        return graph.kv_cache(1, self.a.dim, values_in_keys=True, window=self.a.kept, is_exact=True)
+
+    def key_norm(self, w: Weights) -> g.HeadNorm:
+        return g.HeadNorm(self.m.norm_eps, w.vector("attn_kv_a_norm", self.a.dim))
+
+    def attend(self, at: Layer, x: Tensor, cache: g.KVCache | None = None) -> Tensor:
+        """Record attention for the normed input of a layer, [T, d].
+
+        ``cache``: declared cache of a drafter's layer, whose tokens of a block see each other in both directions.
+        """
         w, a, ratio, width = at.weights, self.a, self.a.ratios[at.number], self.a.n * self.a.dim
         of_query, kv = at.add(
             ops.Linears(x, (w.matrix("attn_q_a", x.width, a.n_query), w.matrix("attn_kv", x.width, a.dim)))
@@ -271,12 +310,12 @@ class _Attention:
         entries = self.compressed(at, x, "attn", a.dim, 1) if ratio else None
         selected = self.select(at, x, of_query) if ratio == _OVERLAPPING else None
         q = at.add(ops.Linear(of_query, w.matrix("attn_q_b", a.n_query, width)))
-        cache = at.graph.kv_cache(1, a.dim, values_in_keys=True, window=a.kept, is_exact=True)
+        has_spans = cache is not None
+        cache = self.cache(at.graph) if cache is None else cache
         rope, of_head = self.of_compressed if ratio else self.of_window, g.HeadNorm(at.norm_eps)
-        of_key = replace(of_head, weight=w.vector("attn_kv_a_norm", a.dim))
-        q = at.add(ops.RopeAppend(q, kv, None, cache, rope, of_head, of_key))
-        sinks = w.vector("attn_sinks", a.n)
-        y = at.add(ops.Attention(q, cache, a.dim**-0.5, a.window, sinks=sinks, selected=selected, entries=entries))
+        q = at.add(ops.RopeAppend(q, kv, None, cache, rope, of_head, self.key_norm(w)))
+        visible: dict[str, Any] = {"selected": selected, "entries": entries, "has_spans": has_spans}
+        y = at.add(ops.Attention(q, cache, a.dim**-0.5, a.window, sinks=w.vector("attn_sinks", a.n), **visible))
         y = at.add(ops.RopeAppend(y, None, None, cache, self.back[rope]))
         n_out = a.n_groups * a.n_group
         of_groups = Reshaped(

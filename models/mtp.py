@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Matrix, Rows, Tensor
-from localllm.kernels.operations import Embed, Input, Linear, Outputs, RMSNorm
+from localllm.kernels.operations import Columns, Embed, Input, Linear, Outputs, RMSNorm, SideBySide
 from localllm.models.config import Header
 from localllm.models.weights import floats, split_columns
 
@@ -55,23 +55,36 @@ def hidden_norm(graph: Graph) -> HiddenNorm:
     return HiddenNorm(floats(weight).reshape(-1).astype(np.float32), norms[0].eps)
 
 
-def record_block(m: Header, record: RecordBlock, embedding_scale: float, eps: float) -> Graph:
-    """Record a graph from normed hidden states [T, d] and the following token ids to the logits of drafts."""
+def record_block(
+    m: Header,
+    record: RecordBlock,
+    embedding_scale: float,
+    eps: float,
+    n_streams: int = 1,
+    mix: Callable[[Graph, Tensor], Tensor] = lambda graph, x: x,
+) -> Graph:
+    """Record a graph from hidden states [T, n_streams * d] and the following token ids to the logits of drafts.
+
+    The hidden states of a model with one stream are normed. ``mix`` combines several streams before the head's norm.
+    """
     config, number = m.config, m.config.n_layers
     d, w, g = config.n_embd, m.weights.layer(number), Graph(m.cache_type)
     table = w.find("nextn.embed_tokens.weight", config.n_vocab, d)
     table = m.weights.require("token_embd.weight", config.n_vocab, d) if table is None else table
     head = w.find("nextn.shared_head_head.weight", config.n_vocab, d)
     norm = w.find("nextn.shared_head_norm.weight", d)
-    h = g.add(Input(Tensor(Rows.TOKENS, d)))
+    h = g.add(Input(Tensor(Rows.TOKENS, n_streams * d)))
     e = g.add(Embed(table, embedding_scale))
     g.layer = 0
     of_e, of_h = split_columns(w.require("nextn.eh_proj.weight", d, 2 * d))
     x = g.add(Linear(g.add(RMSNorm(e, w.vector("nextn.enorm", d), eps)), Matrix(of_e)))
-    x = g.add(Linear(g.add(RMSNorm(h, w.vector("nextn.hnorm", d), eps)), Matrix(of_h), residual=x))
-    x = record(number, g, e, x)
+    h = g.add(RMSNorm(h, w.vector("nextn.hnorm", d), eps, n_streams))
+    streams = [h] if n_streams == 1 else [g.add(Columns(h, range(i * d, i * d + d))) for i in range(n_streams)]
+    streams = [g.add(Linear(stream, Matrix(of_h), residual=x)) for stream in streams]
+    x = record(number, g, e, streams[0] if n_streams == 1 else g.add(SideBySide(tuple(streams))))
     g.layer = "output"
-    y = g.add(RMSNorm(g.add(Outputs(x)), m.weights.vector("output_norm", d) if norm is None else norm, eps))
+    y = mix(g, g.add(Outputs(x)))
+    y = g.add(RMSNorm(y, m.weights.vector("output_norm", d) if norm is None else norm, eps))
     g.add(Linear(y, _head(m, d) if head is None else Matrix(head)))
     return g
 

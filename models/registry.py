@@ -63,6 +63,8 @@ class Architecture:
     # whether an encoder reads prompts: the module's ``PromptEncoder``
     has_encoder: bool = False
     has_block: bool = False  # whether it can also record the block after the last layer (`localllm.models.mtp`)
+    # whether this block is in a separate file, because its tensors do not fit next to the model's
+    block_is_separate: bool = False
     is_encoder: bool = False  # whether it is always an embedding model, independently of the file's keys
     diffusion: Diffusion | None = None  # how it writes by default, if it writes by diffusion
     # whether a conversion needs the target model, because a drafter's checkpoint lacks parts such as the vocabulary
@@ -125,7 +127,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         "unlimited_ocr unlimited_ocr_text",
     ),
     "deepseek32": Architecture("deepseek32", "DeepSeek V3.2", "deepseek_v32", has_block=True),
-    "deepseek4": Architecture("deepseek4", "DeepSeek V4, text", "deepseek_v4"),
+    "deepseek4": Architecture(
+        "deepseek4", "DeepSeek V4, text", "deepseek_v4", has_block=True, block_is_separate=True
+    ),
     "dots1": Architecture("dots1", "dots.llm1", "dots1"),
     "dots3note": Architecture("dots3note", "Dots 3 Note", "dots3_note dots3_note_text"),
     "dream": Architecture("dream", "Dream", "Dream", diffusion=DREAM),
@@ -288,7 +292,13 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 #: Drafters that read the cache or hidden states of a target model. They cannot run alone.
 DRAFTERS = {
-    "dflash": Architecture("dflash", "DFlash drafters", "muse_glimmer_assistant DFlashDraftModel", takes_target=True),
+    "dflash": Architecture(
+        "dflash",
+        "DFlash, DFlash 2 and DSpark drafters",
+        "muse_glimmer_assistant DFlashDraftModel DFlash2DraftModel Qwen3DSparkModel DSparkDraftModel "
+        "DSparkSpeculator LingDSparkModel Lfm2DSparkDraftModel",
+        takes_target=True,
+    ),
     "eagle3": Architecture(
         "eagle3",
         "EAGLE-3 drafters",
@@ -344,6 +354,11 @@ def has_block(file: ModelFile) -> bool:
     return (
         architecture is not None and architecture.has_block and f"blk.{n_layers}.nextn.eh_proj.weight" in file.tensors
     )
+
+
+def has_only_block(file: ModelFile) -> bool:
+    """Return whether a file has such a block, but none of the layers before it."""
+    return not any(name.startswith("blk.0.") for name in file.tensors) and has_block(file)
 
 
 def read_model(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph, LayerTag, Tensor, Weight
-from localllm.kernels.operations import Embed, Linear, Outputs, SideBySide
+from localllm.kernels.operations import Embed, HyperWeights, Linear, MixStreams, Outputs, SideBySide
 from localllm.models.config import ModelMetadata
 from localllm.models.weights import Weights
 from localllm.quant.types import GGMLType
@@ -61,6 +61,9 @@ def layer_inputs(target: Graph, numbers: list[int], width: int) -> Tensor:
         )
     ends: dict[LayerTag, Any] = {node.layer: node.operation.results[-1] for node in target.nodes}
     inputs = tuple(ends[n - 1 if n else "embedding"] for n in numbers)
+    n_streams = next((node.operation.n for node in target.nodes if isinstance(node.operation, HyperWeights)), 1)
+    if n_streams > 1:  # drafters read the mean of several streams
+        inputs = tuple(target.add(MixStreams(x, None, n_streams, offset=1 / n_streams)) for x in inputs)
     if any(x.width != width for x in inputs):
         raise ModelError(
             f"the draft model reads hidden states of {width:,} values, but this model's have {inputs[0].width:,}: "

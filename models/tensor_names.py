@@ -95,7 +95,7 @@ def gguf_name(names: Mapping[str, str], name: str) -> str | None:
 
 def _suffix(theirs: str, ours: str) -> str:
     """Return the suffix in GGUF files of a tensor whose complete name in the checkpoint is in the tables."""
-    if theirs.endswith((".weight", ".bias")) or ours.endswith((".bias", ".scale", "ssm_a", "ssm_d")):
+    if theirs.endswith((".weight", ".bias")) or ours.endswith((".bias", ".scale", "ssm_a", "ssm_d", "conv_base")):
         return ""
     return ".bias" if ours == "exp_probs_b" else ".weight"
 

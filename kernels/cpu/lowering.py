@@ -655,6 +655,19 @@ class CPULowering:
         self.call(recurrent.keep_inputs, 1, N_SEQUENCES, **shared, x=x.buffer, stride=x.stride, n_rows=kernel - 1)
         return y
 
+    def block_conv(self, op: ops.BlockConv) -> HostRows:
+        x, factors, kernel = self.stored[op.x], self.stored[op.factors], op.kernel
+        y, base = self.new(Rows.TOKENS, op.x.width, writes_padding=False), self.weights.vector(op.base)
+        assert isinstance(base, Buffer)
+        self.call(
+            recurrent.block_conv, 1, N_TOKENS,
+            starts=self.tables.starts, x=x.buffer, stride=x.stride,
+            factors=Address(factors.buffer, 4 * op.side * kernel * op.n_groups), factors_stride=factors.stride,
+            base=Address(base, op.side * kernel * x.stride), n_groups=op.n_groups,
+            size=4 * op.x.width // op.n_groups, y=y.buffer, constants={"KERNEL": kernel},
+        )  # fmt: skip
+        return y
+
     def gated_delta(self, op: ops.GatedDelta) -> HostRows:
         n_heads, d_k, d_v = op.state.shape
         keys = op.n_key_heads * d_k

@@ -74,6 +74,30 @@ def causal_conv(begin, end, starts, positions, slots, states, state_bytes, x, st
 
 
 @kernel
+def block_conv(begin, end, starts, x, stride, factors, factors_stride, base, n_groups, size, y):
+    """y[t] = sum over j of (base[j] + factors[t, j]) * x[t - j] within a sequence of the batch; a unit is a token.
+
+    starts: int32, first row of each sequence.  factors: float32 [T, KERNEL, n_groups] with ``factors_stride`` bytes
+    per token; each applies to ``size`` bytes of x.  base: float32 [KERNEL, columns].  Rows of base, x and y have
+    ``stride`` bytes.
+    """
+    sequence = np.int64(0)
+    for token in range(begin, end):
+        while load_i32(starts + 4 * sequence + 4) <= token:
+            sequence += 1
+        start = np.int64(load_i32(starts + 4 * sequence))
+        for group in range(n_groups):
+            for column in range(group * size, (group + 1) * size, 64):
+                total = zero_f32x16()
+                for j in static_range(KERNEL):
+                    if token - j >= start:
+                        factor = load_splat_f32(factors + token * factors_stride + 4 * (j * n_groups + group))
+                        weight = load_f32x16(base + j * stride + column) + factor
+                        total = fma(load_f32x16(x + (token - j) * stride + column), weight, total)
+                store_f32x16(y + token * stride + column, total)
+
+
+@kernel
 def keep_inputs(begin, end, starts, positions, slots, states, state_bytes, x, stride, state_stride, n_rows):
     """Copy the last ``n_rows`` inputs of each sequence with several tokens to its `causal_conv` state."""
     for sequence in range(begin, end):

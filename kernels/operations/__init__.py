@@ -29,5 +29,5 @@ from localllm.kernels.operations.dense import (
     Softcap,
 )
 from localllm.kernels.operations.experts import ExpertLinears, ExpertOutput, Route
-from localllm.kernels.operations.recurrent import WKV, CausalConv, ChannelScan, GatedDelta, Scan
+from localllm.kernels.operations.recurrent import WKV, BlockConv, CausalConv, ChannelScan, GatedDelta, Scan
 from localllm.kernels.operations.streams import HyperWeights, MixStreams, StreamGate

@@ -40,6 +40,42 @@ class CausalConv(Operation[Tensor]):
         return Tensor(Rows.TOKENS, n)
 
 
+class BlockConv(Operation[Tensor]):
+    """Convolution of each column of x [T, n] along a sequence's tokens in the batch, with a kernel per token.
+
+    y[t] = sum over j of (base[side, j] + factors[t, side, j]) * x[t - j], with zeros before the sequence's first
+    token in the batch. ``base`` is [2 * kernel, n], and ``factors`` [T, 2 * kernel * n_groups] contains a value for
+    each group of n / n_groups neighbouring columns, a multiple of 16. Unlike in other operations, a token's result
+    depends on the batch, which must contain all tokens of a block. Source: llama.cpp's DFlash 2.
+    """
+
+    x: Tensor
+    factors: Tensor
+    base: Weight
+    side: int
+    float_rows = ("base",)
+
+    @property
+    def kernel(self) -> int:
+        return self.base.shape[0] // 2
+
+    @property
+    def n_groups(self) -> int:
+        return self.factors.width // (2 * self.kernel)
+
+    @cached_property
+    def result(self) -> Tensor:
+        g.check_rows(Rows.TOKENS, self.x, self.factors)
+        g.check_dimensions(self.base, 2)
+        n_rows, n = self.base.shape
+        if n_rows % 2 or not 1 <= n_rows // 2 <= MAX_CONV or self.side not in (0, 1):
+            raise KernelError(f"a convolution of blocks needs 2 kernels of 1 to {MAX_CONV} values, not {n_rows} rows")
+        g.check_shape(self.base, n_rows, self.x.width)
+        if self.factors.width % n_rows or n % (16 * self.n_groups):
+            raise KernelError(f"{self.factors.width} factors do not match {n} columns in groups of a multiple of 16")
+        return Tensor(Rows.TOKENS, n)
+
+
 class GatedDelta(Operation[Tensor]):
     """Linear attention whose state S [d_k, d_v] of each value head decays and is corrected by the delta rule.
 

@@ -34,8 +34,9 @@ from localllm.errors import (
 )
 from localllm.gguf import Metadata
 from localllm.gguf.writer import TensorSpec, read_back
+from localllm.models import deepseek4_dspark
 from localllm.models.config import MAX_LAYERS, ModelMetadata, read_general
-from localllm.models.hf_convert import floats, is_classifier
+from localllm.models.hf_convert import MEANT, floats, is_classifier
 from localllm.models.registry import ARCHITECTURES, DRAFTERS, Architecture, Conversion, has_block, read_model
 from localllm.models.tensor_names import LAYER, gguf_name, split_layer, tensor_names, without_wrappers
 from localllm.models.weights import ModelFile
@@ -61,6 +62,8 @@ _PART = re.compile(r".*\.ple_embedding\.ngram_embedding\.(?:shard_(\d+)\.)?")
 #: Tensors of an MTP block: GGUF's names after "nextn.", by DeepSeek's and Qwen's names.
 _NEXTN = {
     "eh_proj": "eh_proj",
+    "e_proj": "e_proj",  # the left and the right half of eh_proj
+    "h_proj": "h_proj",
     "enorm": "enorm",
     "hnorm": "hnorm",
     "embed_tokens": "embed_tokens",
@@ -148,17 +151,29 @@ class Checkpoint(ConvertedFolder):
     """A folder with config.json, safetensors and a tokenizer.
 
     ``conversion``: defaults to the conversion of the architecture; ``target``: target model of a drafter without a
-    tokenizer.
+    tokenizer; ``only_block``: convert only the block for multi-token prediction, with embedding and head.
     """
 
-    def __init__(self, folder: Path, conversion: Conversion | None = None, target: ModelFile | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        conversion: Conversion | None = None,
+        target: ModelFile | None = None,
+        *,
+        only_block: bool = False,
+    ) -> None:
         self.path = folder
         values = _read_config(folder)
         config = Config(values)
         self.architecture = _architecture(config, values)
+        if only_block and "dspark_block_size" in config:  # the block of DeepSeek V4 is a DSpark drafter
+            self.architecture, conversion = "dflash", Conversion.of(deepseek4_dspark, MEANT)
         architecture = _KNOWN[self.architecture]
         conversion = conversion or architecture.conversion
         _check_target(folder, architecture, target)
+        if only_block and not (architecture.has_block or self.architecture == "dflash"):
+            raise UsageError(f"{path_text(folder)} has no block for multi-token prediction that localllm supports")
+        self._only_block = only_block
         if target is not None:
             meta = ModelMetadata(target.metadata, str(target.metadata.get("general.architecture")))
             config.target = read_general(meta, target.tensors)
@@ -169,7 +184,7 @@ class Checkpoint(ConvertedFolder):
         try:
             if config.num_hidden_layers > MAX_LAYERS:
                 raise ValueError(f"it has num_hidden_layers = {config.num_hidden_layers}")
-            self.tensors = _Namer(self.architecture, conversion, config).tensors(sources)
+            self.tensors = _Namer(self.architecture, conversion, config, only_block).tensors(sources)
             self.tensors |= (dense := _dense(folder))
             _check_head(folder, config, values, self.tensors)
             keys = _model_keys(folder, config, conversion, self.tensors)
@@ -202,9 +217,14 @@ class Checkpoint(ConvertedFolder):
         self.read_back(metadata, path_text(folder), self._read)
 
     def _read(self) -> None:
-        read_model(self)
-        if has_block(self):
+        if not self._only_block:
+            read_model(self)
+        if self.architecture == "dflash":
+            read_model(self)
+        elif has_block(self):
             read_model(self, is_block=True)
+        elif self._only_block:
+            raise ModelError("the checkpoint has no block for multi-token prediction")
         Tokenizer.from_gguf(self)
 
 
@@ -232,7 +252,7 @@ def _check_target(folder: Path, architecture: Architecture, target: ModelFile | 
             "(--target), a checkpoint's folder or a GGUF file"
         )
     if target is not None and not architecture.takes_target:
-        raise UsageError(f"{path_text(folder)} is not an EAGLE-3 or DFlash drafter: leave --target out")
+        raise UsageError(f"{path_text(folder)} is not an EAGLE-3, DFlash or DSpark drafter: leave --target out")
 
 
 def _check_head(
@@ -256,7 +276,7 @@ def _model_keys(
     folder: Path, config: Config, conversion: Conversion, tensors: Mapping[str, CheckpointTensor]
 ) -> dict[str, Any]:
     """Return the architecture's keys, without its name. Sets ``config.n_nextn``, which some of them need."""
-    n_blocks = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
+    n_blocks = max((1 + int(name.split(".")[1]) for name in tensors if name.startswith("blk.")), default=0)
     config.n_nextn = max(0, n_blocks - config.num_hidden_layers)
     keys = with_floats(general_keys(config) | dict(conversion.keys(config)))
     if "dense_2.weight" in tensors and not (folder / "1_Pooling").exists():  # a model of late interaction
@@ -268,12 +288,12 @@ def _model_keys(
 
 
 def _architecture(config: Config, values: Mapping[str, Any]) -> str:
-    if "draft_vocab_size" in config and config.get("num_hidden_layers") == 1:
+    kinds = texts(config.get("architectures"))  # some architectures share a model_type
+    found = [name for name, each in _KNOWN.items() if kinds & set(each.hf_types.split())]
+    if "draft_vocab_size" in config and config.get("num_hidden_layers") == 1 and found != ["dflash"]:
         return "eagle3"  # for any class, because some files name the target model's class
     kind = str(values.get("model_type"))
     wanted = {kind, f"{kind}/{values.get('version')}", str(config.get("model_type"))}
-    kinds = texts(config.get("architectures"))  # some architectures share a model_type
-    found = [name for name, each in _KNOWN.items() if kinds & set(each.hf_types.split())]
     found = found or [name for name, each in _KNOWN.items() if wanted & set(each.hf_types.split())]
     if found == ["bert"] and config.get("position_embedding_type") == "rotary":  # Jina ColBERT v2
         return "jina-bert-v3"
@@ -390,17 +410,25 @@ def _dense_widths(architecture: str, dense: Mapping[str, CheckpointTensor]) -> d
 class _Namer:
     """Maps a checkpoint's tensors to GGUF's names, and plans their conversion."""
 
-    def __init__(self, architecture: str, conversion: Conversion, config: Config) -> None:
-        self._conversion, self._config, self._has_block = conversion, config, _KNOWN[architecture].has_block
+    def __init__(self, architecture: str, conversion: Conversion, config: Config, only_block: bool) -> None:
+        known = _KNOWN[architecture]
+        self._conversion, self._config, self._only_block = conversion, config, only_block
+        self._is_dspark = only_block and architecture == "dflash"
+        self._has_block = known.has_block and (only_block or not known.block_is_separate)
         self._names = tensor_names(architecture, conversion.names)
 
     def tensors(self, sources: Mapping[str, Source]) -> dict[str, CheckpointTensor]:
         groups: dict[str, dict[int, Source]] = defaultdict(dict)
         tied_head: Source | None = None
         for name, source in sources.items():
-            name = self._conversion.name(without_wrappers(name), self._config)
-            if self._has_block:
+            name, original = self._conversion.name(without_wrappers(name), self._config), name
+            if self._is_dspark:
+                if not (name := _stage_name(name)):
+                    continue
+            elif self._has_block:
                 name = self._block_name(name)
+            if self._only_block and not self._is_dspark and not self._is_of_block(original, name):
+                continue
             if _HEAD.search(name) and not is_classifier(self._config):
                 continue
             if name == "lm_head.weight" and self._config.get("tie_word_embeddings"):
@@ -418,6 +446,9 @@ class _Namer:
             if part := _PART.match(name):
                 generic, place = name.replace(part[0], "ngram_embedding."), int(part[1] or 0)
             groups[generic][place] = source
+        for name in [name for name in groups if name.endswith("nextn.e_proj.weight")]:
+            halves = groups.pop(name)[0], groups.pop(name.replace("e_proj", "h_proj"))[0]
+            groups[name.replace("e_proj", "eh_proj")][0] = _side_by_side(*halves)
         found: dict[str, CheckpointTensor] = {}
         for name, numbered in groups.items():
             if sorted(numbered) != list(range(len(numbered))):
@@ -440,11 +471,19 @@ class _Namer:
         """Return DeepSeek's name of a tensor of an MTP block, which is a layer after the last one; Qwen's files name
         it separately. Tensors that only MTP blocks have get GGUF's names."""
         n_layers = self._config.num_hidden_layers
-        name = re.sub(r"^(?:model\.)?mtp\.(?:layers\.0\.)?", f"model.layers.{n_layers}.", name)
+        name = re.sub(r"^(?:model\.)?mtp\.(?:(?:layers\.)?0\.)?", f"model.layers.{n_layers}.", name)
+        name = re.sub(rf"^model\.layers\.{n_layers}\.(?=hc_head_)", "", name)  # not in a layer
         match = re.fullmatch(LAYER + r"(.*)\.weight", name)
         if match and int(match[1]) >= n_layers and match[2] in _NEXTN:
             return f"model.layers.{match[1]}.nextn.{_NEXTN[match[2]]}.weight"
         return name
+
+    def _is_of_block(self, original: str, name: str) -> bool:
+        """Return whether a file with only an MTP block contains a tensor."""
+        layer = re.match(LAYER, name)
+        if layer or original.startswith(("mtp.", "model.mtp.")):
+            return layer is None or int(layer[1]) >= self._config.num_hidden_layers
+        return gguf_name(self._names, name) in ("token_embd.weight", "output_norm.weight", "output.weight")
 
     def _planned(self, name: str, sources: Sequence[Source]) -> dict[str, CheckpointTensor]:
         """Return the planned tensors for a tensor, or for the tensors of all experts of a layer."""
@@ -504,6 +543,21 @@ class _Namer:
             return {ours: changed}
         halves = zip(("gate", "up"), np.split(changed, 2, axis=1), strict=True)
         return {ours.replace("gate_up", half): part for half, part in halves}
+
+
+def _stage_name(name: str) -> str:
+    """Return the name of a tensor of DeepSeek V4's DSpark drafter without ``mtp.{i}.``; empty for other tensors."""
+    match = re.fullmatch(r"mtp\.(\d+)\.(.*)", name)
+    if match is None:
+        return ""
+    of_drafter = r"(main_(proj|norm)|norm|markov_head\.markov_w[12]|confidence_head\.proj)\.(weight|bias)|hc_head_\w+"
+    return match[2] if re.fullmatch(of_drafter, match[2]) else f"layers.{match[1]}.{match[2]}"
+
+
+def _side_by_side(left: Source, right: Source) -> Source:
+    """Return a matrix with the columns of two matrices."""
+    shape = left.shape[0], left.shape[1] + right.shape[1]
+    return Source(shape, left.type, lambda: np.concatenate([left.values(), right.values()], axis=1))
 
 
 def empty_row(type: GGMLType) -> Array:

@@ -33,6 +33,9 @@ _SHORT_TURN = 128
 #: for the activations of a step.
 KEPT_VARIANTS = 4
 
+#: Most bytes of rows that a run of `Graph.token_graph` computes, unless it computes one row.
+_TOKEN_GRAPH_BYTES = 256 << 10
+
 #: Most bytes of logits that a step computes.
 MAX_LOGITS_BYTES = 32 << 20
 
@@ -121,6 +124,12 @@ class ModelRunner:
         self.hidden = hidden  # hidden states that drafters read after a step
         self.graph = Graph() if graph is None else graph
         self._step = step
+        #: Program of `Graph.token_graph`, and its most tokens per run.
+        self._token_step: Step | None = None
+        self._max_ids = 1
+        if (token_graph := self.graph.token_graph) is not None:
+            self._max_ids = max(1, min(self.max_tokens, _TOKEN_GRAPH_BYTES // (4 * token_graph.result.width)))
+            self._token_step = step.variant(token_graph, self._max_ids)
         #: Programs that read or change values, and the watched values by name, in order of their last use.
         self._variants: OrderedDict[Hashable, tuple[Step, dict[str, Value]]] = OrderedDict()
         self.n_programs = 0  # number of programs in the current step
@@ -286,6 +295,26 @@ class ModelRunner:
         """Like `run`, for one chunk whose tokens all see each other."""
         ends = np.full(len(chunk.ids), chunk.start + len(chunk.ids), np.int32)
         return self._step.run(replace(self._batch([chunk]), ends=ends)).rows()
+
+    def of_tokens(self, ids: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Return the results [T, width] of all operations of the graph's `token_graph`, for token ids. New arrays."""
+        step, graph = self._token_step, self.graph.token_graph
+        assert step is not None
+        assert graph is not None
+        results = [x for node in graph.nodes for x in node.operation.results]
+        parts = []
+        for first in range(0, len(ids), self._max_ids):
+            step.run(self._batch_of_ids(ids[first : first + self._max_ids])).rows()
+            parts.append([step.value(x).copy() for x in results])
+        return parts[0] if len(parts) == 1 else [np.concatenate(rows) for rows in zip(*parts, strict=True)]
+
+    def _batch_of_ids(self, ids: Sequence[int]) -> Batch:
+        """Return a batch for a program that neither reads nor writes the cache."""
+        n = len(ids)
+        ends, n_pages = np.array([0, n], np.int32), -(-n // self.cache.page_size)
+        tables = np.zeros((len(self.graph.windows), 1, n_pages), np.int32)
+        nothing = np.zeros(0, np.int32)
+        return Batch(np.array(ids, np.int32), np.arange(n, dtype=np.int32), ends, ends[1:], tables, nothing, ends[:1])
 
     def hidden_rows(self) -> NDArray[np.float32]:
         """Return the `hidden` states [T, d] of the last step, valid until the next step."""

@@ -17,13 +17,21 @@ from functools import partial
 from importlib import resources
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
 
 from localllm.chat.built_in_templates import MESSAGES, built_in
 from localllm.chat.template_source import TemplateSource
 from localllm.engine.block_store import BlockStore, open_store
 from localllm.engine.drafting.assistant import AssistantModel
-from localllm.engine.drafting.block import BlockModel
+from localllm.engine.drafting.block import (
+    BlockModel,
+    ChooseCandidates,
+    ChooseDrafts,
+    ChooseWithBias,
+    choose_likeliest,
+)
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPModel
 from localllm.engine.engine import Engine, EngineLoop
@@ -50,9 +58,18 @@ from localllm.loading.planned_memory import PlannedMemory, unused_memory
 from localllm.loading.progress import of_stage
 from localllm.loading.projector_files import find_projectors
 from localllm.models.adapters import Adapter, with_adapters
-from localllm.models.config import ModelMetadata
+from localllm.models.config import ModelMetadata, read_general
 from localllm.models.mtp import hidden_norm, hidden_states
-from localllm.models.registry import ARCHITECTURES, DRAFTERS, Model, find_architecture, has_block, read_model
+from localllm.models.registry import (
+    ARCHITECTURES,
+    DRAFTERS,
+    Model,
+    find_architecture,
+    has_block,
+    has_only_block,
+    read_model,
+)
+from localllm.models.weights import Weights, floats
 from localllm.options.declared import LoadOptions, Sampling, declared
 from localllm.quant.lut import block_size
 from localllm.tokenizer import Tokenizer
@@ -62,6 +79,7 @@ from localllm.tokenizer.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
     from localllm.loading.media_encoder import MediaEncoder
+    from localllm.models.dflash import Block
 
 #: Pattern of the warning of a long context, for `warnings.filterwarnings`.
 LONG_CONTEXT = ".* was trained on [0-9,]+ tokens of context: "
@@ -309,6 +327,13 @@ def _read_draft(file: GGUFFile, target: _ModelSource, options: LoadOptions) -> _
         raise UsageError(Argument("draft_model"), " is not used by a model that writes by diffusion: omit it")
     name = f"the draft model {path_text(file.path)}"
     architecture = file.metadata.get("general.architecture")
+    if architecture not in DRAFTERS and has_only_block(file):
+        if target.model.config.architecture != architecture or target.model.config.n_embd != _width(file):
+            raise UsageError(f"{name} drafts for another model: choose the drafter that was made for this model")
+        source = _read(file, options, name, is_block=True)
+        for each in (target, source):
+            each.hidden = hidden_states(each.model.graph)
+        return source
     if architecture not in DRAFTERS:
         check_runs(file)
         return _read(file, options, name)
@@ -321,7 +346,10 @@ def _read_draft(file: GGUFFile, target: _ModelSource, options: LoadOptions) -> _
 
         target.hidden, target.watch = watch(target.model.graph), watch
         source = _read(file, options, name, target=lambda: target.model.graph)
-        source.hidden = hidden_states(source.model.graph) if architecture == "eagle3" else None
+        if architecture == "eagle3":
+            source.hidden = hidden_states(source.model.graph)
+        elif source.model.graph.watched:
+            source.hidden, source.watch = _watched(source.model.graph), _watched
         return source
     if target.model.config.architecture != "gemma4":
         raise UsageError(f"{name} drafts for Gemma 4 alone: choose a smaller model of the same family")
@@ -329,6 +357,11 @@ def _read_draft(file: GGUFFile, target: _ModelSource, options: LoadOptions) -> _
     source = _read(file, options, name, target=lambda: target.model.graph)
     source.hidden, source.watch = _watched(source.model.graph), _watched
     return source
+
+
+def _width(file: GGUFFile) -> int:
+    architecture = str(file.metadata.get("general.architecture"))
+    return read_general(ModelMetadata(file.metadata, architecture), file.tensors).n_embd
 
 
 def _watched(graph: Graph) -> Tensor:
@@ -343,17 +376,41 @@ def _draft_model(sources: Sequence[_ModelSource], runner: ModelRunner) -> Callab
     if len(sources) < 2 or sources[0].hidden is None:
         return DraftModel
     graph, draft = (source.model.graph for source in sources)
-    if draft.caches_of is not None and sources[1].hidden is None:
-        from localllm.models.dflash import read_block  # imported here: few models have such a drafter
+    if sources[1].model.config.architecture == "dflash":
+        from localllm.models.dflash import Block  # imported here: few models have such a drafter
 
-        n_vocab = sources[1].model.config.n_vocab
-        size, mask = read_block(ModelMetadata(sources[1].file.metadata, "dflash"), n_vocab)
-        return partial(BlockModel, cache=runner.cache, mask=mask, block_size=size, token_ids=draft.token_ids)
+        file = sources[1].file
+        block = Block.read(ModelMetadata(file.metadata, "dflash"), Weights(file), sources[1].model.config.n_vocab)
+        return partial(
+            BlockModel,
+            cache=runner.cache,
+            mask=block.mask,
+            n_drafts=block.n_drafts,
+            from_last=block.from_last,
+            token_ids=draft.token_ids,
+            choose=_choice(block),
+        )
     if draft.caches_of is not None:
         return partial(AssistantModel, of_model=hidden_norm(graph))
-    if sources[1].file is sources[0].file:
-        return partial(MTPModel, of_model=hidden_norm(graph), of_block=hidden_norm(draft))
-    return partial(MTPModel, kind="draft", token_ids=draft.token_ids)
+    if sources[1].model.config.architecture == "eagle3":
+        return partial(MTPModel, kind="draft", token_ids=draft.token_ids)
+    kind: Literal["draft", "mtp"] = "mtp" if sources[1].file is sources[0].file else "draft"
+    if sources[0].hidden.width != sources[0].model.config.n_embd:  # the block norms several streams itself
+        return partial(MTPModel, kind=kind)
+    return partial(MTPModel, kind=kind, of_model=hidden_norm(graph), of_block=hidden_norm(draft))
+
+
+def _choice(block: Block) -> ChooseDrafts:
+    """Return the choice of drafts. Reads the weights of a confidence head."""
+    if block.n_candidates:
+        return ChooseCandidates(block.n_candidates)
+    if not block.has_bias:
+        return choose_likeliest
+    head = block.confidence
+    if head is None:
+        return ChooseWithBias(None)
+    bias = np.zeros(1) if head.bias is None else floats(head.bias)
+    return ChooseWithBias(np.concatenate([floats(head.weight).reshape(-1), bias]).astype(np.float32))
 
 
 def _check_drafts(sources: Sequence[_ModelSource], devices: Sequence[Device]) -> None:
@@ -427,6 +484,11 @@ def check_file(path: str | os.PathLike[str]) -> None:
 def check_runs(file: GGUFFile) -> None:
     """Raise ModelError if a file has an unsupported architecture or no weights."""
     find_architecture(file.metadata)
+    if has_only_block(file):
+        raise ModelError(
+            f"{path_text(file.path)} contains only the block that predicts further tokens: load its model, with this "
+            "file as the draft model"
+        )
     if not any(name.startswith(("blk.", "enc.blk.")) for name in file.tensors):
         raise ModelError(
             f"{path_text(file.path)} holds only a vocabulary, no weights: choose the file of the whole model, which "

@@ -410,8 +410,8 @@ class LoadOptions(_Checked):
     draft_model: str | os.PathLike[str] | None = _call_option(
         None,
         _PATH,
-        "a smaller model with the same vocabulary, or a drafter made for the model (EAGLE-3, DFlash, Gemma 4's), "
-        "which drafts tokens.  It accepts the same names as ``path``; see ``speculate`` in `localllm.Options`.",
+        "a smaller model with the same vocabulary, or a drafter made for the model (EAGLE-3, DFlash, DSpark, Gemma "
+        "4's), which drafts tokens.  It accepts the same names as ``path``; see ``speculate`` in `localllm.Options`.",
         "-md --draft-model --model-draft",
         none="no draft model",
     )

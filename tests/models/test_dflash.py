@@ -65,7 +65,17 @@ def with_drafter(
 
 
 def expected_drafts(model: Any, drafter: Any, tokens: list[int], n: int) -> NDArray[np.float32]:
-    """Return the logits of n drafts after a text [n, n_vocab], computed by transformers' modules.
+    """Return the logits of n drafts after a text [n, n_vocab], computed by transformers' modules."""
+    import torch
+
+    with torch.no_grad():
+        hidden = torch.from_numpy(expected_states(model, drafter, tokens, n))
+        logits: NDArray[np.float32] = model.get_output_embeddings()(hidden[1:]).numpy()
+    return logits
+
+
+def expected_states(model: Any, drafter: Any, tokens: list[int], n: int) -> NDArray[np.float32]:
+    """Return the hidden states of a block of the last token and n masks [1 + n, d].
 
     Windows are llama.cpp's: a token attends to the previous tokens of its window, itself, and the whole block.
     """
@@ -79,14 +89,17 @@ def expected_drafts(model: Any, drafter: Any, tokens: list[int], n: int) -> NDAr
         queries, keys = torch.arange(n_before, n_before + n + 1)[:, None], torch.arange(n_before + n + 1)[None]
         is_far = queries - keys >= WINDOW
         mask = torch.zeros(is_far.shape).masked_fill(is_far, float("-inf"))[None, None]
-        hidden = drafter(
-            noise_embeds=table[[tokens[-1], *[MASK] * n]][None],
-            context_hidden_states=context,
-            attention_mask={"full_attention": None, "sliding_attention": mask},
-            use_cache=False,
-        ).last_hidden_state
-        logits: NDArray[np.float32] = model.get_output_embeddings()(hidden)[0, 1:].numpy()
-    return logits
+        hidden: NDArray[np.float32] = (
+            drafter(
+                noise_embeds=table[[tokens[-1], *[MASK] * n]][None],
+                context_hidden_states=context,
+                attention_mask={"full_attention": None, "sliding_attention": mask},
+                use_cache=False,
+            )
+            .last_hidden_state[0]
+            .numpy()
+        )
+    return hidden
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,15 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.target is not None:
             path = arguments.target
             target = Checkpoint(path) if path.is_dir() else files.enter_context(GGUFFile.open(path))
-        checkpoint = MmprojCheckpoint(folder) if arguments.mmproj else Checkpoint(folder, target=target)
+        checkpoint: Checkpoint | MmprojCheckpoint
+        if arguments.mmproj:
+            checkpoint = MmprojCheckpoint(folder)
+        else:
+            checkpoint = Checkpoint(folder, target=target, only_block=arguments.mtp)
     output = arguments.output or Path()
     planned = plan(checkpoint, output, arguments.type, allow_requantize=arguments.allow_requantize)
     if arguments.output is None:
-        prefix = "mmproj-" if arguments.mmproj else ""
+        prefix = "mmproj-" if arguments.mmproj else "mtp-" if arguments.mtp else ""
         output = Path(f"{prefix}{checkpoint.metadata['general.name']}-{planned.mix}.gguf")
         planned = replace(planned, files=[(output, planned.tensors)])
     carry_out(planned, arguments)
@@ -47,9 +51,10 @@ COMMAND = Command(
     [
         OUTPUT,
         flag("--mmproj", "convert the encoder of images or audio instead, to mmproj-NAME-TYPE.gguf"),
+        flag("--mtp", "convert only the block that predicts further tokens, to mtp-NAME-TYPE.gguf"),
         flag(
             "--target --target-model-dir MODEL",
-            "for an EAGLE-3 or DFlash drafter: the model that it drafts for, a checkpoint's folder or a GGUF file",
+            "for a drafter (EAGLE-3, DFlash, DSpark): the model that it drafts for, a folder or a GGUF file",
             Path,
         ),
         flag("--type TYPE", "a type or mix of types, such as Q8_0 (default: as stored)"),
@@ -62,9 +67,9 @@ COMMAND = Command(
 Reads safetensors files of F32, F16, BF16, FP8, MXFP4 and NVFP4, and the INT4 of GPTQ, AWQ and compressed-tensors,
 whose integers become Q4_0 or Q4_1 unless --type is given.  ORG/REPO is first downloaded from the hub (localllm pull
 downloads GGUF files).  A model that accepts images or audio becomes two files: this command converts the language
-model, and with --mmproj the encoder.  An EAGLE-3 or DFlash drafter has no tokenizer, so name the model that it drafts
-for with --target.  A checkpoint that localllm could not load is refused before anything is written.  After Ctrl-C or
-a crash, the same command continues the conversion.
+model, and with --mmproj the encoder.  A drafter (EAGLE-3, DFlash, DSpark) has no tokenizer, so name the model that it
+drafts for with --target.  A checkpoint that localllm could not load is refused before anything is written.  After
+Ctrl-C or a crash, the same command continues the conversion.
 """,
     words=Positionals(
         "FOLDER OUTPUT",

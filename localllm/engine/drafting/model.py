@@ -139,13 +139,16 @@ class ModelDrafter:
             return 0
         if self._is_behind:
             return min(most, _TRIED)
-        n = self._cost.best(self._rate, most, self._model.token_s(self._cost))
+        draft_s = self._model.token_s(self._cost)
+        n = self._cost.best(self._rate, most, draft_s)
         if n:
             self._pause = _FIRST_PAUSE
         elif self._resume_at is None:  # the first round evaluates the whole prompt
-            self._resume_at = n_tokens + _FIRST_TRY
+            can_pay = self._cost.best(1.0, most, draft_s) > 0  # if all drafts were right
+            self._resume_at = n_tokens + (_FIRST_TRY if can_pay else _LONGEST_PAUSE)
         elif n_tokens >= self._resume_at:
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            can_pay = self._cost.best(1.0, most, draft_s) > 0
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE) if can_pay else _LONGEST_PAUSE
             n = min(most, _TRIED)
         if n:
             self._resume_at = n_tokens + self._pause

@@ -49,12 +49,16 @@ class MTPModel(DraftModel):
         super().__init__(runner, expected_cost=expected_cost)
         # Norms of the target model's and of the block's hidden states
         self.of_model, self.of_block = of_model, of_block
-        self.kind, self._token_ids = kind, token_ids
+        self.kind, self.token_ids = kind, token_ids
 
     def likeliest(self, logits: NDArray[np.float32]) -> tuple[int, float]:
         """Return the most likely token, as an id of the target model, and its probability."""
         number, probability = likeliest(logits)
-        return number if self._token_ids is None else int(self._token_ids[number]), probability
+        return self.id_of(number), probability
+
+    def id_of(self, number: int) -> int:
+        """Return the target model's id of a token of the block."""
+        return number if self.token_ids is None else int(self.token_ids[number])
 
     def drafter(self, cost: StepCost, most: int, always: bool = False) -> ModelDrafter:
         return MTPDrafter(self, cost, most, always)
