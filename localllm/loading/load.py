@@ -45,6 +45,7 @@ from localllm.kernels.cpu.host import available_memory, default_threads, memory_
 from localllm.kernels.graph import Graph, LayerTag, Tensor, Weight
 from localllm.loading.devices import Device, open_devices, split_by_rows
 from localllm.loading.model_info import ModelInfo, file_type_name
+from localllm.loading.overrides import NO_OVERRIDES, Overrides
 from localllm.loading.placement import Placement, Plan, Planner, fit, missing_memory, widened, with_experts_in_file
 from localllm.loading.planned_memory import PlannedMemory, unused_memory
 from localllm.loading.progress import of_stage
@@ -486,6 +487,11 @@ def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
         if options.tensor_split is not None:
             why = " is for a model split by layers: leave it out, or "
             raise UsageError(Argument("tensor_split"), why, Argument("split_mode", "row"))
+        if _overrides(options):
+            raise UsageError(
+                "experts cannot be on the CPU if each layer is on several GPUs: leave out ",
+                Argument("split_mode", "row"),
+            )
         return split_by_rows(devices)
     except BaseException:
         _close(devices)
@@ -521,9 +527,11 @@ def _plan(
         uses, draft_uses = (weights_of(source.model.graph) for source in sources)
         theirs = {*uses, *(use.as_table() for use in uses if use.is_table)}
         shared = frozenset((use.weight.name, use.layer) for use in theirs & {*draft_uses})
+    # Each expert of the draft model is on the device of its layer.
+    overrides = _overrides(options), NO_OVERRIDES
     planners = [
-        Planner(source.name, source.model, devices, free, options.parallel or 1, n_gpu_layers, split, shared)
-        for source, n_gpu_layers in zip(sources, numbers, strict=False)
+        Planner(source.name, source.model, devices, free, options.parallel or 1, n_layers, split, placed, shared)
+        for source, n_layers, placed in zip(sources, numbers, overrides, strict=False)
     ]
     try:
         placements = fit(planners, available, options.context, advice)
@@ -538,6 +546,12 @@ def _plan(
     if advice:  # free memory does not raise the user's limit
         missing = missing._replace(host=0)
     return planners, Plan(placements, free, notices, sees, missing)
+
+
+def _overrides(options: LoadOptions) -> Overrides:
+    """Return the matrices that the user wants on the host."""
+    rules: Any = options.override_tensor or ()
+    return Overrides(rules, None if options.cpu_moe else options.n_cpu_moe or 0)
 
 
 def _plan_with_block(
