@@ -14,7 +14,7 @@ the operations between them are in one block. A residual is added by the device,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -77,9 +77,20 @@ class Offloaded:
 
     def copied_bytes(self, n_tokens: int, n_outputs: int = 1) -> int:
         """Return the bytes that a step copies between device and host, without the padding of rows."""
+        return sum(n_bytes for _, n_bytes in self._copies(n_tokens, n_outputs))
+
+    def exchange_bytes(self, n_tokens: int, n_outputs: int) -> int:
+        """Return the bytes of host memory for copies, without the padding of rows: all blocks share it."""
+        largest = dict[type[Any], int]()
+        for kind, n_bytes in self._copies(n_tokens, n_outputs):
+            largest[kind] = max(largest.get(kind, 0), n_bytes)
+        return sum(largest.values())
+
+    def _copies(self, n_tokens: int, n_outputs: int) -> Iterator[tuple[type[Any], int]]:
         n_rows = {Rows.TOKENS: n_tokens, Rows.OUTPUTS: n_outputs}
-        copies = (node.operation for node in self.device.nodes if isinstance(node.operation, Send | Receive))
-        return sum(4 * n_rows[x.rows] * x.width for copy in copies for x in copy.tensors)
+        for node in self.device.nodes:
+            if isinstance(node.operation, Send | Receive):
+                yield type(node.operation), sum(4 * n_rows[x.rows] * x.width for x in node.operation.tensors)
 
 
 def offload(graph: Graph, is_on_host: Callable[[Weight], bool]) -> Offloaded | None:
@@ -322,6 +333,7 @@ def offloaded_footprint(
     on_device = device.footprint(graphs.device, n_pages=n_pages, n_states=n_states, **sizes)
     unused_pages = (-(-max_tokens // host.page_size),)
     on_host = host.footprint(graphs.host, n_pages=unused_pages, **sizes, **host_limits)
+    on_host = replace(on_host, buffers=on_host.buffers + graphs.exchange_bytes(max_tokens, max_outputs))
 
     def load(progress: Progress | None) -> Step:
         return OffloadedStep(on_device.load(progress), on_host.load(progress), graphs, rule)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib import resources
 from math import prod
 from pathlib import Path
@@ -43,6 +43,7 @@ from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Progress, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
 from localllm.kernels.graph import Graph, LayerTag, Tensor, Weight
+from localllm.loading.bandwidths import measure
 from localllm.loading.devices import Device, open_devices, split_by_rows
 from localllm.loading.model_info import ModelInfo, file_type_name
 from localllm.loading.overrides import NO_OVERRIDES, Overrides
@@ -529,9 +530,16 @@ def _plan(
         shared = frozenset((use.weight.name, use.layer) for use in theirs & {*draft_uses})
     # Each expert of the draft model is on the device of its layer.
     overrides = _overrides(options), NO_OVERRIDES
+    chosen = options.n_cpu_moe is not None or options.n_gpu_layers is not None or overrides[0]
+    measured = None if chosen else cache(partial(measure, devices))
     planners = [
-        Planner(source.name, source.model, devices, free, options.parallel or 1, n_layers, split, placed, shared)
-        for source, n_layers, placed in zip(sources, numbers, overrides, strict=False)
+        Planner(
+            *(source.name, source.model, devices, free, options.parallel or 1, n_layers, split, placed),
+            *(measure_if_short, shared),
+        )
+        for source, n_layers, placed, measure_if_short in zip(
+            sources, numbers, overrides, (measured, None), strict=False
+        )
     ]
     try:
         placements = fit(planners, available, options.context, advice)
@@ -640,7 +648,13 @@ def _plan_warnings(planner: Planner, placement: Placement, options: LoadOptions)
     if context > trained:
         before = f"{name} was trained on {trained:,} tokens of context: with "
         notices.append(Notice(before, Argument("context", context), " its answers may get worse"))
-    if n := placement.spilled_layers:
+    if n := placement.n_cpu_moe:
+        before = (
+            f"the GPU has no room for the experts of {n} of {config.n_layers} layers of {name}: the "
+            f"{placement.host} computes them, slower; a smaller context or quantisation leaves more room, and "
+        )
+        notices.append(Notice(before, Argument("n_cpu_moe", n), " silences this warning"))
+    elif n := placement.spilled_layers:
         room = "no layer" if n == config.n_layers else f"not more than {config.n_layers - n} layers"
         before = (
             f"the GPU has room for {room} of {name}: {n} of {config.n_layers} run on the {placement.host}, slower; a "

@@ -12,10 +12,13 @@ import pytest
 
 from localllm.engine.drafting.lookup import LookupDrafter
 from localllm.errors import UsageError
+from localllm.kernels.cuda import step as steps
 from localllm.kernels.cuda.calls import padded
 from localllm.kernels.offload import OffloadedStep
 from localllm.kernels.variants import graph_variant
 from localllm.llm import LLM
+from localllm.loading.bandwidths import Bandwidths, measure
+from localllm.loading.devices import Device
 from localllm.loading.overrides import Overrides
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
@@ -219,3 +222,63 @@ def test_two_devices_and_the_cpu(load: Callable[..., LLM], path: Path) -> None:
         "experts of layers 2-2",
     ]
     assert greedy(llm, IDS[:N_PROMPT]) == greedy(load(path), IDS[:N_PROMPT])
+
+
+# -- Placed automatically --------------------------------------------------------------------------------------------
+
+#: Bandwidths at which reading weights takes much longer than copies, and bandwidths at which it takes no time.
+SLOW, FAST = Bandwidths(1e5, 1e8, 1e7), Bandwidths(1e15, 1e15, 1e15)
+
+
+def experts_bytes(llm: LLM) -> int:
+    """Return the bytes of a layer's experts in the memory of the GPU."""
+    weights = [w for group in llm.info.placement.groups if group.device == "cuda:0" for w in group.packed]
+    return sum(weight.n_bytes for weight in weights if weight.is_expert and weight.layer == 0)
+
+
+@pytest.mark.parametrize("missing", [0.5, 1.5, 2.5])
+def test_as_few_experts_as_possible_are_on_the_host(
+    load: Callable[..., LLM], path: Path, monkeypatch: pytest.MonkeyPatch, missing: float
+) -> None:
+    monkeypatch.setattr("localllm.loading.load.measure", lambda devices: SLOW)
+    monkeypatch.setattr(steps, "NODE_BYTES", 0)  # in a tiny model, graphs take more memory than experts
+    whole = load(path, emulated_cuda(), context=64)
+    room = whole.info.placement.on("cuda:0").total - round(missing * experts_bytes(whole))
+    monkeypatch.setattr("tests.kernels.cuda.conftest.PLENTY", room)
+    n = int(missing) + 1
+    with pytest.warns(UserWarning, match=f"no room for the experts of {n} of 3 layers of the model: the cpu"):
+        llm = load(path, emulated_cuda(), context=64)
+    placement = llm.info.placement
+    assert (placement.n_cpu_moe, placement.layers_on("cuda:0")) == (n, N_LAYERS)
+    assert placement.on("cuda:0").total <= room
+    explicit = load(path, emulated_cuda(), context=64, n_cpu_moe=n).info.placement
+    assert explicit.groups == placement.groups
+    assert greedy(llm, IDS[:N_PROMPT]) == greedy(whole, IDS[:N_PROMPT])
+
+
+def test_whole_layers_are_on_the_host_if_that_is_faster(
+    load: Callable[..., LLM], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block on the host also costs time."""
+    monkeypatch.setattr(steps, "NODE_BYTES", 0)
+    whole = load(path, emulated_cuda(), context=64)
+    room = whole.info.placement.on("cuda:0").total - experts_bytes(whole) // 2
+    monkeypatch.setattr("tests.kernels.cuda.conftest.PLENTY", room)
+    for bandwidths, n_layers in ((FAST, 2), (None, 2), (SLOW, 3)):
+        monkeypatch.setattr("localllm.loading.load.measure", lambda devices, found=bandwidths: found)
+        with pytest.warns(UserWarning, match="the GPU has"):
+            llm = load(path, emulated_cuda(), context=64)
+        assert llm.info.placement.layers_on("cuda:0") == n_layers
+
+
+def test_bandwidths_are_measured() -> None:
+    """The clock of emulated devices counts pieces of work."""
+    device = Device("cuda:0", "kernels", 1, 1, emulated_cuda(), lambda: None)
+    host = Device("cpu", "kernels", 1, 1, cpu().backend, lambda: None)
+    bandwidths = measure([host, device])
+    assert bandwidths is not None
+    assert bandwidths.host > 1e8
+    assert bandwidths.gpus == pytest.approx(2 * bandwidths.link)
+    other = replace(device, backend=cpu().backend)
+    assert measure([host, other]) is None
+    assert measure([other, device]) is not None
