@@ -173,14 +173,24 @@ class Model:
 
     Args:
         n_rows: number of GPUs for a split by rows; the model is the first GPU's part.
+        graph: another model.
     """
 
-    def __init__(self, card: Card, n_sequences: int, length: int, *, mixture: bool = False, n_rows: int = 1) -> None:
+    def __init__(
+        self,
+        card: Card,
+        n_sequences: int,
+        length: int,
+        *,
+        mixture: bool = False,
+        n_rows: int = 1,
+        graph: g.Graph | None = None,
+    ) -> None:
         self.card, self.pages = card, -(-length // PAGE)
-        graphs = [llama(mixture=mixture)] if n_rows == 1 else shard(llama(), n_rows)
+        graphs = [graph or llama(mixture=mixture)] if n_rows == 1 else shard(llama(), n_rows)
         graph = graphs[0]
         driver = cast(Driver, SimpleNamespace(properties=lambda device: card.properties, stream=lambda device: None))
-        cache = CUDACache(graph, (self.pages * n_sequences,), 0)
+        cache = CUDACache(graph, (self.pages * n_sequences,), n_sequences if graph.states else 0)
         own = card.properties
         limits = ProductLimits(own.capability, own.shared_bytes, n_multiprocessors=own.n_multiprocessors)
         weights = CUDAPackedWeights(CUDAWeightLoader(driver, 0))
@@ -236,7 +246,11 @@ class Model:
                 format = call.name.removesuffix(" + add").split()[-1].split("+")[0]  # the format with the most rows
                 n = sizes.n_outputs if lowered.result in call.operands else sizes.n_tokens
                 few = "matmul_few" if "few" in kernels[0] else "matmul"
-                each = n * TOKEN + UNPACK[format] if is_lanes else -(-n // 8) * EIGHT_TOKENS[few][format]
+                each = (
+                    n * TOKEN + UNPACK.get(format, UNPACK["Q6_K"])
+                    if is_lanes
+                    else -(-n // 8) * EIGHT_TOKENS[few][format]
+                )
                 instructions = cost.n_operations / (2 * n * 32 * 32) * each
                 seconds = max(seconds, instructions / (4 * clocks))
             if kernels[0] == "matmul":  # a multiprocessor runs one block at a time; in the last wave, some are idle
