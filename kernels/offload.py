@@ -125,7 +125,7 @@ def _operations_on_host(graph: Graph, is_on_host: Callable[[Weight], bool]) -> s
 
 
 def _is_local(x: Value) -> bool:
-    """Return whether a value stays where it was computed."""
+    """Return whether a value cannot be copied."""
     return isinstance(x, Routing) or x.rows is Rows.CHOSEN
 
 

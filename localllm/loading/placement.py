@@ -460,7 +460,7 @@ class Planner:
 
 
 def _token_s(bandwidths: Bandwidths, placement: Placement, n_blocks: int, copied: int) -> float:
-    """Return the seconds in which a token reads its weights; see `Bandwidths.token_s`."""
+    """Return the seconds for reading the weights of a token; see `Bandwidths.token_s`."""
     on_host = placement.on(placement.host).multiplied
     return bandwidths.token_s(on_host, placement.multiplied - on_host, n_blocks, copied)
 
