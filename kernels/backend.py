@@ -428,6 +428,7 @@ class Footprint:
     # packs one weight per item, before `load`, so that callers can do other work in between
     pack: Callable[[], Iterable[object]] = field(default=tuple, compare=False)
     pool: int = 0  # bytes for experts that stay in the file
+    host: Footprint | None = None  # the part that the host computes, see `localllm.kernels.offload`
 
     @property
     def n_bytes(self) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from math import lcm
 from operator import not_
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from localllm.errors import ExpertReadError, GGUFError, KernelError
 from localllm.kernels.backend import Backend, Batch, Cache, ExpertReads, Footprint, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph, Node, Operation, Rows, Tensor, Value
+from localllm.kernels.offload import OffloadRule, offloaded_footprint
 from localllm.kernels.operations import Embed, Input, Scale
 
 #: Tokens per micro-batch. According to `tests.benchmarks.gpu.predict`, two GPUs are slower than one with 128, because
@@ -143,6 +145,7 @@ def part_footprint(
     max_outputs: int,
     n_states: int = 0,
     micro_batch: int = MICRO_BATCH,
+    offloads: OffloadRule | None = None,
     **more: Any,
 ) -> Footprint:
     """Return the footprint of a range of layers on a backend. Parts of a graph run in micro-batches.
@@ -151,9 +154,11 @@ def part_footprint(
         size: `page_size` of all backends that the graph is split over.
         n_pages: pages of this size.
         micro_batch: maximum number of tokens before a batch is split. Ignored if tokens see later ones.
-        more: further arguments of the backend's ``footprint``.
+        offloads: which matrices the host multiplies; see `localllm.kernels.offload`.
+        more: further arguments of the backend's ``footprint``; of the host's, with ``offloads``.
     """
-    return backend.footprint(
+    footprint = backend.footprint if offloads is None else partial(offloaded_footprint, backend, offloads)
+    return footprint(
         graph_part(graph, layers),
         n_pages=tuple(n * (size // backend.page_size) for n in n_pages),
         max_tokens=max_tokens if len(layers) == graph.n_layers or graph.looks_ahead else min(max_tokens, micro_batch),
@@ -198,7 +203,8 @@ class SplitStep(Step):
 
     @property
     def expert_reads(self) -> ExpertReads | None:
-        return self.steps[0].expert_reads  # only the first step, on the host, has any
+        reads = [step.expert_reads for step in self.steps if step.expert_reads is not None]
+        return ExpertReads(*map(sum, zip(*reads, strict=True))) if reads else None
 
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         batch.check_size(*self._limits)

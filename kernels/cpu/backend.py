@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -168,6 +168,7 @@ class CPUStep(Step):
         self.limit, self._batch_limit = ThreadLimit(backend.decode_threads), ThreadLimit(threads)
         self._prompt_limit = ThreadLimit.of_long_steps(threads)
         self._arena, self._watched, self._edits = arena, lowered.watched, lowered.edits
+        self._blocks, self._lost, self._seconds = lowered.blocks, 0.0, 0.0
         self._n_instructions = len(lowered.instructions)
         self._result, self._of_tokens = lowered.result.rows(arena), lowered.result.slot == N_TOKENS
         self._width = lowered.result.width
@@ -188,13 +189,19 @@ class CPUStep(Step):
     def expert_reads(self) -> ExpertReads | None:
         return None if self.pool is None else self.pool.reads
 
+    def _threads(self, n_tokens: int, n_products: int) -> tuple[Workers, ThreadLimit | None]:
+        """Return the threads for ``n_products`` products per token, and the limit of their number, if any."""
+        backend = self._backend
+        if n_tokens * n_products < backend.small_step:
+            backend.workers.wait_until_idle()
+            return backend.caller, None
+        if n_tokens <= FEW_TOKENS:
+            return backend.workers, self.limit
+        return backend.workers, self._batch_limit if n_tokens <= SHORT_STEP else self._prompt_limit
+
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
-        backend, n_tokens = self._backend, len(batch.ids)
-        workers = backend.workers
-        if n_tokens * self._n_products < backend.small_step:
-            workers.wait_until_idle()
-            workers = backend.caller
-        limit = self._limit(n_tokens) if workers is backend.workers else None
+        n_tokens = len(batch.ids)
+        workers, limit = self._threads(n_tokens, self._n_products)
         threads = None if limit is None else limit.now
         if self._edits:
             self._run_with_edits(workers, batch, hidden, threads)
@@ -204,12 +211,6 @@ class CPUStep(Step):
         if limit is not None and (self.pool is None or not self.pool.has_waited):
             limit.record(lost, (time.perf_counter() - begin) / n_tokens)
         return self._output(batch)
-
-    def _limit(self, n_tokens: int) -> ThreadLimit:
-        """Return the limit of threads in steps of a number of tokens."""
-        if n_tokens <= FEW_TOKENS:
-            return self.limit
-        return self._batch_limit if n_tokens <= SHORT_STEP else self._prompt_limit
 
     def _run_with_edits(self, workers: Workers, batch: Batch, hidden: Output | None, threads: int | None) -> None:
         """Run the program, and let the host change rows at the points of its edits."""
@@ -223,6 +224,35 @@ class CPUStep(Step):
             if instructions:
                 self._program.run(workers, threads=threads, instructions=instructions)
 
+    # -- Blocks of a graph whose other part runs on a device; see `localllm.kernels.offload.HostBlocks` ------------
+
+    def begin(self, batch: Batch) -> None:
+        self._backend.workers.wait_until_idle()
+        self._fill(batch, None)
+        self._lost = self._seconds = 0.0
+
+    def compute(self, number: int, inputs: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
+        block, n_tokens = self._blocks[number], int(self._tables.header_numbers()[N_TOKENS])
+        for stored, rows in zip(block.received, inputs, strict=True):
+            into = stored.rows(self._arena)[: len(rows)]
+            into[:, : stored.width], into[:, stored.width :] = rows, 0
+        if block.begin < block.end:
+            workers, limit = self._threads(n_tokens, block.n_products)
+            threads, instructions = None if limit is None else limit.now, range(block.begin, block.end)
+            begin = time.perf_counter()
+            lost = self._program.run(workers, threads=threads, instructions=instructions)
+            self._lost, self._seconds = max(self._lost, lost), self._seconds + time.perf_counter() - begin
+        return [self._rows(stored) for stored in block.sent]
+
+    def end(self, batch: Batch) -> ExpertReadError | None:
+        n_tokens = len(batch.ids)
+        _, limit = self._threads(n_tokens, max(block.n_products for block in self._blocks))
+        if limit is not None and (self.pool is None or not self.pool.has_waited):
+            limit.record(self._lost, self._seconds / n_tokens)
+        return self._read_error(batch, None)
+
+    # -- Results ---------------------------------------------------------------------------------------------------
+
     def run_in_pieces(
         self, batch: Batch, piece_s: float, hidden: Output | None = None
     ) -> Generator[None, None, Output]:
@@ -232,11 +262,19 @@ class CPUStep(Step):
     def _output(self, batch: Batch) -> HostOutput:
         n_rows = len(batch.ids) if self._of_tokens else len(batch.outputs)
         output = HostOutput(self._result[:n_rows, : self._width])
-        if self.pool is not None and (error := self.pool.error) is not None:
-            tokens = np.array(self.pool.failed_tokens, np.int32)
-            lacking = np.searchsorted(batch.query_starts, tokens, side="right") - 1
-            raise ExpertReadError(str(error), frozenset(lacking.tolist()), output.rows()) from error
+        if (error := self._read_error(batch, output)) is not None:
+            raise error from error.__cause__
         return output
+
+    def _read_error(self, batch: Batch, output: HostOutput | None) -> ExpertReadError | None:
+        """Return an error if experts could not be read."""
+        if self.pool is None or (error := self.pool.error) is None:
+            return None
+        tokens = np.array(self.pool.failed_tokens, np.int32)
+        lacking = np.searchsorted(batch.query_starts, tokens, side="right") - 1
+        read_error = ExpertReadError(str(error), frozenset(lacking.tolist()), output and output.rows())
+        read_error.__cause__ = error
+        return read_error
 
     def variant(self, graph: Graph, max_tokens: int | None = None) -> CPUStep:
         lowered = self._lower(graph, max_tokens)

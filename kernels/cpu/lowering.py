@@ -47,6 +47,7 @@ from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.tiles import TILES, TOKENS, x_tile_bytes
 from localllm.kernels.cpu.weights import CPUPackedWeights
 from localllm.kernels.graph import Graph, RecurrentState, Rows, Tensor, Value, Weight
+from localllm.kernels.offload import Receive, Send
 from localllm.kernels.operations.experts import GATINGS
 from localllm.kernels.operations.recurrent import side_by_side
 from localllm.quant.lut import KernelType
@@ -122,6 +123,17 @@ class Edit:
     base: HostRows | None
 
 
+@dataclass
+class HostBlock:
+    """Instructions between rows that the host's step receives and rows that it sends; see `kernels.offload`."""
+
+    begin: int  # number of the first instruction
+    received: Sequence[HostRows]
+    end: int = 0  # number after the last instruction
+    sent: Sequence[HostRows] = ()
+    n_products: int = 0  # products of activations and weights per token
+
+
 @dataclass(frozen=True)
 class CPULowered:
     """A program whose buffers have offsets."""
@@ -132,6 +144,7 @@ class CPULowered:
     result: HostRows
     watched: Mapping[Value, HostRows | StoredRouting]
     edits: Sequence[Edit]  # points where the program stops while the host changes rows
+    blocks: Sequence[HostBlock]  # empty unless the graph is the host's part of a graph
     arena_bytes: int  # size of all buffers
     n_products: int  # products of activations and weights per token
     n_joined: int  # rows that one output row is made from
@@ -171,6 +184,7 @@ class CPULowering:
         self.int16: dict[Tensor, Buffer] = {}
         self.filled: list[tuple[g.Operation[Tensor], HostRows]] = []
         self.edits: list[Edit] = []
+        self.blocks: list[HostBlock] = []
         self.n_products = 0
 
     def lower(self) -> CPULowered:
@@ -188,6 +202,7 @@ class CPULowering:
             result,
             watched,
             self.edits,
+            self.blocks,
             n_bytes,
             self.n_products,
             self.graph.n_joined,
@@ -196,18 +211,22 @@ class CPULowering:
     def _stages(self) -> list[list[Buffer]]:
         """Return the buffers of each group of instructions that run without waiting for each other."""
         stages: list[list[Buffer]] = [[]]
-        edited: dict[int, list[HostRows | None]] = {}
+        # rows that the host reads and writes before an instruction
+        accessed: dict[int, list[HostRows | None]] = {}
         for edit in self.edits:
-            edited.setdefault(edit.instruction, []).extend((edit.rows, edit.base))
+            accessed.setdefault(edit.instruction, []).extend((edit.rows, edit.base))
+        for block in self.blocks:
+            accessed.setdefault(block.begin, []).extend(block.received)
+            accessed.setdefault(block.end, []).extend(block.sent)
         for i, instruction in enumerate(self.instructions):
-            stages[-1] += [rows.buffer for rows in edited.get(i, ()) if rows is not None]
+            stages[-1] += [rows.buffer for rows in accessed.get(i, ()) if rows is not None]
             for x in instruction.arguments:
                 buffer = x.buffer if isinstance(x, Address) else x
                 if isinstance(buffer, Buffer) and buffer.address is None:
                     stages[-1].append(buffer)
             if instruction.wait:
                 stages.append([])
-        at_the_end = edited.get(len(self.instructions), ())
+        at_the_end = accessed.get(len(self.instructions), ())
         return [*stages, [rows.buffer for rows in at_the_end if rows is not None]]
 
     # -- Memory ----------------------------------------------------------------------------------------------------
@@ -297,6 +316,17 @@ class CPULowering:
     def host_edit(self, op: ops.HostEdit) -> HostRows:
         rows: HostRows = self.stored[op.x]
         self.edits.append(Edit(len(self.instructions), op.name, rows, self.stored[op.base]))
+        return rows
+
+    def receive(self, op: Receive) -> tuple[HostRows, ...]:
+        rows = tuple(self.new(x.rows, x.width) for x in op.tensors)
+        self.blocks.append(HostBlock(len(self.instructions), rows, n_products=-self.n_products))
+        return rows
+
+    def send(self, op: Send) -> tuple[HostRows, ...]:
+        rows, block = tuple(self.stored[x] for x in op.tensors), self.blocks[-1]
+        block.end, block.sent = len(self.instructions), rows
+        block.n_products += self.n_products
         return rows
 
     def add_rows(self, op: ops.AddRows) -> HostRows:

@@ -10,9 +10,13 @@ from localllm.kernels.cuda.calls import StepLimits
 from localllm.kernels.cuda.driver import CompileProgress, Driver
 from localllm.kernels.cuda.lowering import CUDALowered, CUDALowering
 from localllm.kernels.cuda.matmul import TILE_ROWS, ProductLimits
+from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.kernels.cuda.step import CUDAStep, graph_bytes
 from localllm.kernels.cuda.weights import CHUNK_BYTES, CUDAPackedWeights, CUDAWeightLoader
 from localllm.kernels.graph import Graph
+
+#: Bytes of a measured copy, and the number of copies.
+COPIED_BYTES, COPIES = 32 << 20, 5
 
 
 class CUDABackend(Backend):
@@ -74,6 +78,19 @@ class CUDABackend(Backend):
             properties.capability, properties.shared_bytes, self._tile_rows, properties.n_multiprocessors
         )
         return StepLimits(graph, properties, cache, max_tokens, max_outputs, products)
+
+    def measured_copies(self) -> dict[str, float]:
+        """Measure the bytes per second of copies: "memory" on the device, read and written, and "link" to it."""
+        driver = self.driver
+        stream = driver.stream(self.device)
+        source, target = (driver.allocate(self.device, COPIED_BYTES) for _ in range(2))
+        pinned = driver.pinned(COPIED_BYTES)
+        driver.fill(source, 0, stream)
+        stopwatch = Stopwatch(driver, stream, COPIES)
+        memory_s = stopwatch.seconds(lambda: driver.copy(target, source, stream))
+        link_s = stopwatch.seconds(lambda: driver.upload(source, pinned, stream))
+        driver.synchronize(stream)
+        return {"memory": 2 * COPIED_BYTES / memory_s, "link": COPIED_BYTES / link_s}
 
     def close(self) -> None:
         """Stop the threads that read files."""

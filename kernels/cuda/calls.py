@@ -398,9 +398,41 @@ class KernelCall:
 
 
 @dataclass(frozen=True, eq=False)
-class EditCall(KernelCall):
+class HostCall(KernelCall):
+    """A point between kernels where the host acts."""
+
+
+@dataclass(frozen=True, eq=False)
+class SendCall(HostCall):
+    """A point where rows are copied to the host, for its block ``number``; see `localllm.kernels.offload`."""
+
+    rows: tuple[DeviceRows, ...] = field(kw_only=True)
+    number: int = field(kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class ReceiveCall(HostCall):
+    """A point where the host computes its block ``number``, and its results are copied to rows."""
+
+    rows: tuple[DeviceRows, ...] = field(kw_only=True)
+    number: int = field(kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class EditCall(HostCall):
     """A point where the host changes rows of a tensor; see `localllm.kernels.operations.HostEdit`."""
 
     value_name: str = field(kw_only=True)
     rows: DeviceRows = field(kw_only=True)
     base: DeviceRows | None = field(kw_only=True)
+
+
+def runs_of(calls: Sequence[KernelCall], kind: type[KernelCall]) -> list[tuple[bool, list[Any]]]:
+    """Divide calls into runs of neighbouring calls, and single calls of a kind; the flag is True for the latter."""
+    runs: list[tuple[bool, list[Any]]] = [(False, [])]
+    for call in calls:
+        if isinstance(call, kind):
+            runs += [(True, [call]), (False, [])]
+        else:
+            runs[-1][1].append(call)
+    return runs

@@ -38,6 +38,8 @@ from localllm.kernels.cuda.calls import (
     Inputs,
     KernelCall,
     Mixture,
+    ReceiveCall,
+    SendCall,
     StepLimits,
     padded,
 )
@@ -47,6 +49,7 @@ from localllm.kernels.cuda.module import kernel_arguments, kernel_parameters, wi
 from localllm.kernels.cuda.roofline import Kind
 from localllm.kernels.cuda.weights import CUDAPackedWeights, PackedMatrix
 from localllm.kernels.graph import Graph, Rows, Tensor, Value, Weight
+from localllm.kernels.offload import Receive, Send
 from localllm.kernels.operations.dense import ACTIVATIONS
 from localllm.kernels.operations.experts import GATINGS
 from localllm.kernels.operations.recurrent import side_by_side
@@ -324,9 +327,21 @@ class CUDALowering:
         rows: DeviceRows = self.stored[op.x]
         base: DeviceRows | None = self.stored[op.base]
         operands = [rows] if base is None else [rows, base]
-        nothing, free = (lambda extent: ()), (lambda sizes: Cost(0))
-        call = EditCall("edit", nothing, operands, free, value_name=op.name, rows=rows, base=base)
+        free = lambda sizes: Cost(0)  # noqa: E731
+        call = EditCall("edit", _nothing, operands, free, value_name=op.name, rows=rows, base=base)
         self.calls.append(call)
+        return rows
+
+    def send(self, op: Send) -> tuple[DeviceRows, ...]:
+        rows = tuple(self.stored[x] for x in op.tensors)
+        self.calls.append(SendCall("send to host", _nothing, rows, _copies(rows), rows=rows, number=op.number))
+        return rows
+
+    def receive(self, op: Receive) -> tuple[DeviceRows, ...]:
+        rows = tuple(map(self.like, op.tensors))
+        self.calls.append(
+            ReceiveCall("receive from host", _nothing, rows, _copies(rows), rows=rows, number=op.number)
+        )
         return rows
 
     def ngram_embed(self, op: ops.NgramEmbed) -> DeviceRows:
@@ -1140,6 +1155,16 @@ def index_defines(
     """Return definitions for an indexer that selects k runs, whose keys can be pooled and follow the tokens' keys."""
     options = {"RUN": run, "RUN_KEY": cache.key_dim - dim, "LAST": n_last}
     return {**selection_defines(cache, k), **options, "HEADS": n_heads, "DIM": dim}
+
+
+def _nothing(extent: Extent) -> tuple[Launch, ...]:
+    """Return no launches."""
+    return ()
+
+
+def _copies(rows: Sequence[DeviceRows]) -> Callable[[BatchSizes], Cost]:
+    """Return the cost of copies from or to the host."""
+    return lambda sizes: Cost(sum(x.bytes_of(sizes.rows(x.slot)) for x in rows))
 
 
 def _multiplied(op: g.Operation[Any], x: Tensor) -> list[Weight]:

@@ -42,6 +42,7 @@ from localllm.kernels.cuda.calls import (
     KernelCall,
     StepLimits,
     padded,
+    runs_of,
 )
 from localllm.kernels.cuda.driver import CompileProgress, Driver
 from localllm.kernels.cuda.lowering import GATE_THREADS, CUDALowered, CUDALowering, columns
@@ -206,7 +207,7 @@ class RowSplitStep(CUDAStep):
         record, wait = self.driver.record, self.driver.wait
         work: list[Work] = [partial(record, self._fork, self.stream)]
         work += [partial(wait, step.stream, self._fork) for step in self.followers]
-        for at_once in zip(*(_runs(step.calls) for step in self.steps), strict=True):
+        for at_once in zip(*(runs_of(step.calls, Barrier) for step in self.steps), strict=True):
             if at_once[0][0]:
                 work += self._synchronize([barrier for _, [barrier] in at_once], extents[0])
                 continue
@@ -238,17 +239,6 @@ class RowSplitStep(CUDAStep):
     def _staged(self, rows: DeviceRows, extent: Extent) -> Any:
         """Return host memory for a part: its rows, rounded up by the extent."""
         return self._staging_of[rows][: min(rows.buffer.n_bytes, 4 * rows.stride * extent.rows(rows.slot))]
-
-
-def _runs(calls: Sequence[KernelCall]) -> list[tuple[bool, list[KernelCall]]]:
-    """Divide calls into runs of neighbouring calls, and single barriers."""
-    runs: list[tuple[bool, list[KernelCall]]] = [(False, [])]
-    for call in calls:
-        if isinstance(call, Barrier):
-            runs += [(True, [call]), (False, [])]
-        else:
-            runs[-1][1].append(call)
-    return runs
 
 
 class RowSplitBackend(Backend):

@@ -33,14 +33,19 @@ from localllm.kernels.cuda.calls import (
     DeviceRows,
     EditCall,
     Extent,
+    HostCall,
     KernelCall,
+    ReceiveCall,
+    SendCall,
     StepLimits,
     phases,
+    runs_of,
 )
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Launch, Stream
 from localllm.kernels.cuda.lowering import MAX_TOP_K, CUDALowered
 from localllm.kernels.embedding import NgramRows
 from localllm.kernels.graph import Graph as ModelGraph, Routing, Value
+from localllm.kernels.offload import HostBlocks
 from localllm.kernels.operations import NgramEmbed
 
 #: Maximum cache length of the first extent of a small batch; each further extent doubles it.
@@ -122,7 +127,11 @@ class CUDAStep(Step):
         self.cache: Cache = lowered.limits.cache
         self.stream = lowered.limits.cache.stream  # copies of pages are ordered after the steps that fill the pages
         self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
-        self._has_edits = any(isinstance(call, EditCall) for call in self.calls)
+        #: Kernels between the points where the host acts, and these points.
+        self._parts = [calls for is_host, calls in runs_of(self.calls, HostCall) if not is_host]
+        self._host_calls = [call for call in self.calls if isinstance(call, HostCall)]
+        #: Computes the host's part of the graph.
+        self.host: HostBlocks | None = None
         self._largest, self._tables, self._embeddings = lowered.largest, lowered.tables, lowered.embeddings
         self._ngrams = [(ngrams.get(op) or NgramRows(op), into) for op, into in lowered.ngrams]
         self.max_top_k = 0 if lowered.largest is None else min(MAX_TOP_K, lowered.result.width)
@@ -140,12 +149,14 @@ class CUDAStep(Step):
             driver.upload(self.memory(buffer), values, self.stream)
             driver.synchronize(self.stream)  # the values must not be freed before
         #: By the extents of this step and its followers.
-        self._graphs: OrderedDict[tuple[Extent, ...], Graph] = OrderedDict()
-        self._launches: OrderedDict[tuple[Extent, ...], list[Work]] = OrderedDict()
+        self._graphs: OrderedDict[tuple[Extent, ...], list[Graph | None]] = OrderedDict()
+        self._launches: OrderedDict[tuple[Extent, ...], list[list[Work]]] = OrderedDict()
         #: Host memory of pending copies.
         self._host_memory: list[NDArray[np.uint8]] = []
         self._slots = [_Slot(self._words(1), self._event()) for _ in range(_IN_FLIGHT)]
-        self._done = self._event()
+        self._done, self._sent_rows = self._event(), self._event()
+        #: Rows that the device sends to the host, and rows that the host sends back, float32.
+        self._exchanged: list[NDArray[np.uint8]] = []
         #: Events of other devices that still read the result of the last run.
         self._readers: list[Event] = []
         self._host_rows: NDArray[np.float32] | None = None
@@ -193,18 +204,16 @@ class CUDAStep(Step):
         if batch.top_k and self.max_top_k:
             most = next(k for k in _TOP_K if batch.top_k <= k)
             extent = replace(extent, top_k=min(most, self.result.width))
-        if self._has_edits:
-            self._launch_with_edits(batch, extent)
-        elif WATCHES and not follower_extents:
+        self._n_rows = {N_TOKENS: len(batch.ids), N_OUTPUTS: len(batch.outputs)}
+        if WATCHES and not follower_extents and not self._host_calls:
             WATCHES[-1].run(self, batch, extent)
         else:
-            self.launch(extent, *follower_extents)
+            self.launch(extent, *follower_extents, batch=batch)
         driver.record(self._done, self.stream)
         for follower in self.followers:
             driver.wait(follower.stream, self._done)
         n = len(batch.ids) if self.result.slot == N_TOKENS else len(batch.outputs)
         self._n_chosen = n if extent.top_k else 0
-        self._n_rows = {N_TOKENS: len(batch.ids), N_OUTPUTS: len(batch.outputs)}
         return CUDAOutput(self, n, self._download_largest(n, extent.top_k) if extent.top_k else None)
 
     def begin(self, batch: Batch, hidden: Output | None) -> tuple[Extent, ...]:
@@ -246,9 +255,11 @@ class CUDAStep(Step):
     @property
     def chooses_ahead(self) -> bool:
         n_ids = min((n for n, by_position in self._tables if not by_position), default=0)
-        # An observer runs a batch several times, and would choose different ids each time.  And the host does not
-        # know the n-grams of ids that are chosen on the device.
-        return self.max_top_k > 0 and n_ids >= self.result.width and not WATCHES and not self._ngrams
+        # An observer runs a batch several times, and would choose different ids each time.  The host does not know
+        # the n-grams of ids that are chosen on the device.  If it computes a part of the step, it waits for the
+        # device, and the results of the previous step would be late.
+        has_host = bool(self._ngrams or self._host_calls)
+        return self.max_top_k > 0 and n_ids >= self.result.width and not WATCHES and not has_host
 
     def _receive(self, hidden: Output | None, n_tokens: int, slot: _Slot) -> None:
         """Copy hidden states to the inputs of the calls, if the graph has such inputs."""
@@ -278,35 +289,88 @@ class CUDAStep(Step):
         matrix[:, : into.width], matrix[:, into.width :] = values, 0
         self.driver.upload(memory, rows, self.stream)
 
-    def launch(self, *extents: Extent) -> None:
-        """Compute the uploaded batch with this extent, and the batches of the followers with theirs."""
+    def launch(self, *extents: Extent, batch: Batch | None = None) -> None:
+        """Compute the uploaded batch with this extent, and the batches of the followers with theirs.
+
+        Between two parts of the kernels, the host edits rows, or computes a block of its graph.
+        """
         if extents not in self._graphs and extents not in self._launches:
-            launches = self.loaded(self.calls, *extents)
-            self._launch(launches)
-            self._launches[extents] = launches
+            loaded = [self.loaded(calls, *extents) if calls else [] for calls in self._parts]
+            self._run_parts([partial(self._launch, launches) for launches in loaded], batch)
+            self._launches[extents] = loaded
             if len(self._launches) > _MAX_LAUNCHES:
                 self._launches.popitem(last=False)
             return
         if extents not in self._graphs:
-            self._graphs[extents] = self._captured(self._launches.pop(extents))
+            parts = self._launches.pop(extents)
+            self._graphs[extents] = [self._captured(launches) if launches else None for launches in parts]
             if len(self._graphs) > _MAX_GRAPHS:
-                self.driver.synchronize(self.stream)  # the graph to be dropped may be running
+                self.driver.synchronize(self.stream)  # the graphs to be dropped may be running
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(extents)
-        self.driver.replay(self._graphs[extents], self.stream)
+        replays = [partial(self._replay, graph) for graph in self._graphs[extents]]
+        self._run_parts(replays, batch)
 
-    def _launch_with_edits(self, batch: Batch, extent: Extent) -> None:
-        """Compute the uploaded batch, and let the host change rows at the points of its edits."""
-        n_rows = {N_TOKENS: len(batch.ids), N_OUTPUTS: len(batch.outputs)}
-        for call in self.calls:
-            if not isinstance(call, EditCall):
-                self._launch(self.loaded([call], extent))
-            elif batch.edit is not None and (n := n_rows[call.rows.slot]):
-                rows, width = self._read(call.rows, n), call.rows.width
-                base = None if call.base is None else self._read(call.base, n)[:, :width]
-                batch.edit(call.value_name, rows[:, :width], base)
-                self.driver.upload(self.rows(call.rows, n), rows, self.stream)
-                self.driver.synchronize(self.stream)  # the rows must not be freed before
+    def _replay(self, graph: Graph | None) -> None:
+        if graph is not None:
+            self.driver.replay(graph, self.stream)
+
+    def _run_parts(self, parts: Sequence[Callable[[], None]], batch: Batch | None) -> None:
+        """Run the parts of the kernels, and let the host act between them."""
+        first, *further = parts
+        first()
+        for call, part in zip(self._host_calls, further, strict=True):
+            match call:
+                case EditCall():
+                    self._edit(call, batch)
+                case SendCall():
+                    self._send(call)
+                case ReceiveCall():
+                    self._receive_block(call)
+            part()
+
+    def _edit(self, call: EditCall, batch: Batch | None) -> None:
+        """Let the host change rows."""
+        if batch is None or batch.edit is None or not (n := self._n_rows[call.rows.slot]):
+            return
+        rows, width = self._read(call.rows, n), call.rows.width
+        base = None if call.base is None else self._read(call.base, n)[:, :width]
+        batch.edit(call.value_name, rows[:, :width], base)
+        self.driver.upload(self.rows(call.rows, n), rows, self.stream)
+        self.driver.synchronize(self.stream)  # the rows must not be freed before
+
+    def _send(self, call: SendCall) -> None:
+        """Copy rows to the host."""
+        for rows, stored in self._exchange(call):
+            if len(rows):
+                self.driver.download(rows, self.rows(stored, len(rows)), self.stream)
+        self.driver.record(self._sent_rows, self.stream)
+
+    def _receive_block(self, call: ReceiveCall) -> None:
+        """Wait for the rows of a block, compute it on the host, and copy the results to the device."""
+        assert self.host is not None
+        send = next(c for c in self._host_calls if isinstance(c, SendCall) and c.number == call.number)
+        self.driver.synchronize(self._sent_rows)  # also the uploads of the previous block
+        inputs = [rows[:, : stored.width] for rows, stored in self._exchange(send)]
+        results = self.host.compute(call.number, inputs)
+        for result, (rows, stored) in zip(results, self._exchange(call), strict=True):
+            if len(rows):
+                rows[:, : stored.width], rows[:, stored.width :] = result, 0
+                self.driver.upload(self.rows(stored, len(rows)), rows, self.stream)
+
+    def _exchange(self, call: SendCall | ReceiveCall) -> list[tuple[NDArray[np.float32], DeviceRows]]:
+        """Return the pinned memory of the rows of a call [n, stride], which all blocks share."""
+        if not self._exchanged:
+            for kind in (SendCall, ReceiveCall):
+                calls = (c for c in self._host_calls if isinstance(c, kind))
+                sizes = (sum(4 * rows.stride * self.limits.max_rows(rows.slot) for rows in c.rows) for c in calls)
+                self._exchanged.append(self.pinned(max(4, *sizes)))
+        memory, found, begin = self._exchanged[isinstance(call, ReceiveCall)].view(np.float32), [], 0
+        for stored in call.rows:
+            n, stop = self._n_rows[stored.slot], begin + self._n_rows[stored.slot] * stored.stride
+            found.append((memory[begin:stop].reshape(n, stored.stride), stored))
+            begin = stop
+        return found
 
     def _read(self, stored: DeviceRows, n: int) -> NDArray[np.float32]:
         """Wait, and return the first ``n`` rows with their padding."""

@@ -14,6 +14,7 @@ from localllm.options.foreign_names import split_names
 from localllm.shell import join_command
 
 _WHOLE_LAYERS = "models are split by layers: use -ngl and --tensor-split instead"
+_WHOLE_DRAFT = "the layers of a draft model are not divided: use a smaller draft model"
 _ONE_ANSWER = "localllm generate answers one prompt; localllm chat is for conversations"
 _SERVER = "localllm serve -m FILE serves models to other programs"
 _QUESTIONS = "localllm evaluate --choices FILE accepts multiple-choice questions, one JSON object per line"
@@ -103,7 +104,7 @@ ABSENT = split_names(
     {
         "-mg --main-gpu": "--device names GPUs in order, such as --device cuda:1,0",
         "-nkvo --no-kv-offload --no-op-offload": _WHOLE_LAYERS,
-        "-ncmoe --n-cpu-moe -cmoe --cpu-moe -ot --override-tensor": _WHOLE_LAYERS,
+        "-ncmoed --n-cpu-moe-draft -cmoed --cpu-moe-draft -otd --override-tensor-draft": _WHOLE_DRAFT,
         "-hft --hf-token": "set the environment variable HF_TOKEN, or run hf auth login",
         "-p --prompt": "localllm generate -m MODEL -p TEXT answers a prompt",
         "-i --interactive -if --interactive-first -ins --instruct -mli --multiline-input": _ONE_ANSWER,

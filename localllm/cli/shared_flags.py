@@ -91,7 +91,8 @@ CONTEXT = options(
     f"{default_text(LoadOptions, 'context')})",
 )
 PLACEMENT = [
-    *options(LoadOptions, "device", "tensor_split", "split_mode", "max_memory"),
+    *options(LoadOptions, "device", "tensor_split", "split_mode", "n_cpu_moe", "cpu_moe", "max_memory"),
+    *options(LoadOptions, "override_tensor", action="append"),
     *options(LoadOptions, "n_gpu_layers", type=types.layers),
 ]
 CACHE_TYPE = [

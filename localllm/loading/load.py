@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib import resources
 from math import prod
 from pathlib import Path
@@ -51,8 +51,10 @@ from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Progress, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
 from localllm.kernels.graph import Graph, LayerTag, Tensor, Weight
+from localllm.loading.bandwidths import measure
 from localllm.loading.devices import Device, open_devices, split_by_rows
 from localllm.loading.model_info import ModelInfo, file_type_name
+from localllm.loading.overrides import NO_OVERRIDES, Overrides
 from localllm.loading.placement import Placement, Plan, Planner, fit, missing_memory, widened, with_experts_in_file
 from localllm.loading.planned_memory import PlannedMemory, unused_memory
 from localllm.loading.progress import of_stage
@@ -558,6 +560,11 @@ def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
         if options.tensor_split is not None:
             why = " is for a model split by layers: leave it out, or "
             raise UsageError(Argument("tensor_split"), why, Argument("split_mode", "row"))
+        if _overrides(options):
+            raise UsageError(
+                "experts cannot be on the CPU if each layer is on several GPUs: leave out ",
+                Argument("split_mode", "row"),
+            )
         return split_by_rows(devices)
     except BaseException:
         _close(devices)
@@ -593,9 +600,18 @@ def _plan(
         uses, draft_uses = (weights_of(source.model.graph) for source in sources)
         theirs = {*uses, *(use.as_table() for use in uses if use.is_table)}
         shared = frozenset((use.weight.name, use.layer) for use in theirs & {*draft_uses})
+    # Each expert of the draft model is on the device of its layer.
+    overrides = _overrides(options), NO_OVERRIDES
+    chosen = options.n_cpu_moe is not None or options.n_gpu_layers is not None or overrides[0]
+    measured = None if chosen else cache(partial(measure, devices))
     planners = [
-        Planner(source.name, source.model, devices, free, options.parallel or 1, n_gpu_layers, split, shared)
-        for source, n_gpu_layers in zip(sources, numbers, strict=False)
+        Planner(
+            *(source.name, source.model, devices, free, options.parallel or 1, n_layers, split, placed),
+            *(measure_if_short, shared),
+        )
+        for source, n_layers, placed, measure_if_short in zip(
+            sources, numbers, overrides, (measured, None), strict=False
+        )
     ]
     try:
         placements = fit(planners, available, options.context, advice)
@@ -610,6 +626,12 @@ def _plan(
     if advice:  # free memory does not raise the user's limit
         missing = missing._replace(host=0)
     return planners, Plan(placements, free, notices, sees, missing)
+
+
+def _overrides(options: LoadOptions) -> Overrides:
+    """Return the matrices that the user wants on the host."""
+    rules: Any = options.override_tensor or ()
+    return Overrides(rules, None if options.cpu_moe else options.n_cpu_moe or 0)
 
 
 def _plan_with_block(
@@ -698,7 +720,13 @@ def _plan_warnings(planner: Planner, placement: Placement, options: LoadOptions)
     if context > trained:
         before = f"{name} was trained on {trained:,} tokens of context: with "
         notices.append(Notice(before, Argument("context", context), " its answers may get worse"))
-    if n := placement.spilled_layers:
+    if n := placement.n_cpu_moe:
+        before = (
+            f"the GPU has no room for the experts of {n} of {config.n_layers} layers of {name}: the "
+            f"{placement.host} computes them, slower; a smaller context or quantisation leaves more room, and "
+        )
+        notices.append(Notice(before, Argument("n_cpu_moe", n), " silences this warning"))
+    elif n := placement.spilled_layers:
         room = "no layer" if n == config.n_layers else f"not more than {config.n_layers - n} layers"
         before = (
             f"the GPU has room for {room} of {name}: {n} of {config.n_layers} run on the {placement.host}, slower; a "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,13 @@ from localllm.errors import Argument, NotEnoughMemoryError, Notice
 from localllm.kernels.backend import Footprint, PackedWeight, Progress, Step
 from localllm.kernels.cpu.host import memory_advice
 from localllm.kernels.graph import CacheType, LayerTag
+from localllm.kernels.offload import OffloadRule
 from localllm.kernels.operations import Route
 from localllm.kernels.split import SplitStep, page_size, part_footprint
+from localllm.loading.bandwidths import Bandwidths
 from localllm.loading.devices import Device
 from localllm.loading.layer_split import NO_GPU, plan_layers
+from localllm.loading.overrides import NO_OVERRIDES, Overrides
 from localllm.models.registry import Model
 
 #: Largest default context if memory is short, or if a longer context would move layers off GPUs.
@@ -79,6 +82,7 @@ class LayerGroup:
     pool: int = 0  # bytes for experts that stay in the file
     kernels: str = ""  # description of the kernels
     layers: range = range(0)
+    is_offloaded: bool = False  # matrices of layers whose other operations run on a GPU
 
     @property
     def weights(self) -> int:
@@ -132,8 +136,10 @@ class Placement:
     cache: CacheSizes
     overhead: int = OVERHEAD_BYTES  # bytes of the program without models
     host: str = "cpu"  # the device whose memory contains the overhead
-    # layers on the host because GPUs have no room; 0 if the user chose the number of layers
+    # layers on the host, or with experts on the host, because GPUs have no room; 0 if the user chose the number
     spilled_layers: int = 0
+    # number of first layers whose experts are on the host because GPUs have no room
+    n_cpu_moe: int = 0
     used_experts: float = 1.0  # fraction of the experts that compute a token
 
     @property
@@ -270,12 +276,14 @@ class Planner:
     # n_gpu_layers, tensor_split: see `localllm.loading.layer_split.plan_layers`
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
+    overrides: Overrides = NO_OVERRIDES  # matrices on the host
+    # measures bandwidths, so that experts are placed on the host if GPUs have no room; None: only whole layers are
+    measured: Callable[[], Bandwidths | None] | None = None
     # names and layers of weights of the target model that a draft model uses in their packed form
     shared: frozenset[tuple[str, LayerTag]] = frozenset()
     expert_bytes: int | None = None  # host memory for experts; None if experts do not stay in the file
-    _footprints: dict[tuple[str, range, StepSizes, int | None], Footprint] = field(
-        default_factory=dict, compare=False
-    )
+    n_pools: int = 1  # parts of the model that share this memory
+    _footprints: dict[tuple[Any, ...], Footprint] = field(default_factory=dict, compare=False)
 
     @property
     def page_size(self) -> int:
@@ -292,7 +300,49 @@ class Planner:
         return StepSizes(n_pages, n_tokens, n_outputs, n_states(graph, context, self.parallel))
 
     def at(self, context: int) -> Placement:
-        """Return the placement for ``context`` tokens."""
+        """Return the placement for ``context`` tokens.
+
+        If not all layers fit on GPUs, either the first layers are on the host, or the experts of the first layers:
+        the placement that is expected to be faster.
+        """
+        placement = self._in_layers(context)
+        if not placement.spilled_layers or self.measured is None:
+            return placement
+        mixed = self._with_experts_on_host(context)
+        if mixed is None or (bandwidths := self.measured()) is None:
+            return placement
+        offloaded = (group for group in mixed.groups if group.is_offloaded)
+        n_blocks = len({weight.layer for group in offloaded for weight in group.packed})
+        # Input and output of the experts, and the router's logits, which are at most as many.
+        copied = n_blocks * 3 * 4 * self.model.config.n_embd
+        faster = _token_s(bandwidths, mixed, n_blocks, copied) < _token_s(bandwidths, placement, 1, 0)
+        return mixed if faster else placement
+
+    def _with_experts_on_host(self, context: int) -> Placement | None:
+        """Return a placement with the experts of as few first layers as possible on the host.
+
+        The host also has layers that do not fit on GPUs without experts. None without experts.
+        """
+        _, *gpus = self.devices
+        n_layers = self.model.config.n_layers
+        on_gpu = self.footprint(gpus[0].name, range(n_layers), context)
+        experts = Counter[LayerTag]()
+        for weight in on_gpu.weights:
+            experts[weight.layer] += weight.n_bytes * weight.is_expert
+        missing, n = on_gpu.n_bytes - sum(self.free[gpu.name] for gpu in gpus), 0
+        if not experts.total():
+            return None
+        while missing > 0 and n < n_layers:
+            missing -= experts[n]
+            n += 1
+        while True:
+            placement = replace(self._on_host(n), measured=None)._in_layers(context)
+            if not placement.spilled_layers or n == n_layers:
+                return replace(placement, spilled_layers=n, n_cpu_moe=n)
+            n += 1
+
+    def _in_layers(self, context: int) -> Placement:
+        """Return the placement in whole layers, except the ``overrides``."""
         host, *gpus = self.devices
         ranges = plan_layers(
             self.model.config.n_layers,
@@ -332,7 +382,8 @@ class Planner:
     def load(self, placement: Placement, progress: Progress | None) -> Step:
         """Return the step of the model with the placement that `at` returned."""
         ranges = [(group.device, group.layers) for group in placement.groups if group.layers]
-        steps = tuple(self.footprint(*layer_range, placement.context).load(progress) for layer_range in ranges)
+        planner = self._on_host(placement.n_cpu_moe) if placement.n_cpu_moe else self
+        steps = tuple(planner.footprint(*layer_range, placement.context).load(progress) for layer_range in ranges)
         if len(steps) == 1:
             return steps[0]
         n_pages, n_tokens, n_outputs, _ = self.sizes(placement.context)
@@ -349,11 +400,15 @@ class Planner:
     def footprint(self, device: str, layers: range, context: int) -> Footprint:
         """Return the memory of a range of layers on a device."""
         sizes = self.sizes(context)
-        if (key := (device, layers, sizes, self.expert_bytes)) not in self._footprints:
-            backend = next(d.backend for d in self.devices if d.name == device)
+        overrides = NO_OVERRIDES if device == self.devices[0].name else self.overrides
+        if (key := (device, layers, sizes, self.expert_bytes, overrides)) not in self._footprints:
+            backend, host = next(d.backend for d in self.devices if d.name == device), self.devices[0].backend
             limits: dict[str, Any] = sizes._asdict()
-            if backend.pools_experts and self.expert_bytes is not None:
-                limits["expert_bytes"] = self.expert_bytes
+            computing = backend
+            if overrides:
+                limits["offloads"], computing = OffloadRule(host, overrides.is_on_host), host
+            if computing.pools_experts and self.expert_bytes is not None:
+                limits["expert_bytes"] = self.expert_bytes // self.n_pools
             self._footprints[key] = part_footprint(backend, layers, self.model.graph, self.page_size, **limits)
         return self._footprints[key]
 
@@ -378,9 +433,36 @@ class Planner:
         groups = [
             LayerGroup("embedding", device, embedding, kernels=kernels),
             LayerGroup(name, device, packed, kv_cache, footprint.buffers, footprint.pool, kernels, layers),
+            *self._offloaded_groups(footprint.host),
             LayerGroup("embedding and output" if shared else "output", device, output, kernels=kernels),
         ]
-        return [group for group in groups if group.packed]
+        return [group for group in groups if group.packed or group.layers]
+
+    def _offloaded_groups(self, footprint: Footprint | None) -> list[LayerGroup]:
+        """Return the groups of the host's part of layers on a GPU."""
+        if footprint is None:
+            return []
+        name, kernels = self.devices[0].name, self.devices[0].kernels
+        embedding = tuple(w for w in footprint.weights if w.layer == "embedding")
+        packed = tuple(w for w in footprint.weights if w.layer != "embedding")
+        numbers = [w.layer for w in packed if isinstance(w.layer, int)]
+        kind = "experts" if all("exp" in w.name for w in packed) else "matrices"
+        of_layers = f"{kind} of layers {min(numbers)}-{max(numbers)}" if numbers else kind
+        memory = footprint.buffers, footprint.pool, kernels
+        return [
+            *([LayerGroup("embedding", name, embedding, kernels=kernels, is_offloaded=True)] if embedding else []),
+            LayerGroup(of_layers, name, packed, 0, *memory, is_offloaded=True),
+        ]
+
+    def _on_host(self, n_layers: int) -> Planner:
+        """Return a planner with the experts of the first ``n_layers`` layers on the host."""
+        return replace(self, overrides=Overrides(n_layers=n_layers))
+
+
+def _token_s(bandwidths: Bandwidths, placement: Placement, n_blocks: int, copied: int) -> float:
+    """Return the seconds for reading the weights of a token; see `Bandwidths.token_s`."""
+    on_host = placement.on(placement.host).multiplied
+    return bandwidths.token_s(on_host, placement.multiplied - on_host, n_blocks, copied)
 
 
 def _together(planners: Sequence[Planner], n_tokens: int) -> tuple[Placement, ...]:
@@ -474,7 +556,8 @@ def missing_memory(planner: Planner, placement: Placement, context: int | None) 
     ``context``: the requested context; None for the default.
     """
     on_host = placement.on(placement.host)
-    spilled = [group for group in on_host.groups if group.layers and placement.spilled_layers]
+    groups = on_host.groups if placement.spilled_layers else ()
+    spilled = [group for group in groups if group.layers or group.is_offloaded]
     n_tokens = min(planner.model.config.context_length, SHORT_CONTEXT)
     growth = max(0.0, n_tokens / placement.context - 1) if context is None else 0.0
     host = max(0, placement.experts_in_file - placement.pool) + math.ceil(on_host.kv_cache * growth)
@@ -497,10 +580,12 @@ def with_experts_in_file(
         layers[weight.layer] += weight.n_bytes
     if not layers or not planner.devices[0].backend.pools_experts:
         return None
-    pooled = replace(planner, expert_bytes=math.ceil(max(layers.values()) * host_usage.used_experts))
+    n_pools = sum(any(weight.is_expert for weight in group.packed) for group in host_usage.groups)
+    least = math.ceil(max(layers.values()) * host_usage.used_experts)
+    pooled = replace(planner, expert_bytes=n_pools * least, n_pools=n_pools)
     placements = fit([pooled, *drafts], available, context)
     n_free = available - sum(placed.on(placed.host).total for placed in placements)
-    pooled = replace(planner, expert_bytes=min(layers.total(), placements[0].pool + n_free))
+    pooled = replace(pooled, expert_bytes=min(layers.total(), placements[0].pool + n_free))
     return [pooled, *drafts], _together([pooled, *drafts], placements[0].context)
 
 

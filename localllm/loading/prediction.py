@@ -98,7 +98,7 @@ class Predictor:
 
     @classmethod
     def of(cls, path: Path, placement: Placement, threads: int | None = None, **options: Any) -> Self | None:
-        """Return a predictor for a file; None for the reference, and for layers that several GPUs share.
+        """Return a predictor for a file; None for the reference, and for layers that several devices share.
 
         Measures the rates that are not known, in a second or two.
 
@@ -106,7 +106,8 @@ class Predictor:
             threads: see `CPUBackend`; defaults to the threads that loading chooses.
             options: further arguments of `known`.
         """
-        if not all(re.fullmatch(r"cpu|cuda:\d+", device) for device in placement.devices):
+        known = all(re.fullmatch(r"cpu|cuda:\d+", device) for device in placement.devices)
+        if not known or any(group.is_offloaded for group in placement.groups):
             return None
         if threads is None and "cpu" in placement.devices:  # measured once per machine
             choose_threads(choose(options.get("isa")), options.get("progress"))

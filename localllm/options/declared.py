@@ -14,6 +14,7 @@ import json
 import math
 import numbers
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -157,6 +158,21 @@ def _parse_schema(text: str) -> str:
     return text
 
 
+def _read_rules(value: object) -> tuple[str, ...] | None:
+    """Return rules for tensors one by one, each a regular expression of names, "=" and a device."""
+    rules = _read_texts((value,) if isinstance(value, str) else value)
+    single = [rule for rule_list in rules or () for rule in rule_list.split(",")]
+    try:
+        for rule in single:
+            pattern, _, device = rule.partition("=")
+            re.compile(pattern)
+            if not pattern or not re.fullmatch(r"CPU|CUDA[0-9]+", device):
+                return None
+    except re.error:
+        return None
+    return tuple(single) or None
+
+
 def _text_with_content(value: object) -> str | None:
     return value if isinstance(value, str) and value.strip() else None
 
@@ -196,6 +212,12 @@ STOPS = OptionKind(
     lambda value: _read_texts((value,) if isinstance(value, str) else value),
     metavar="TEXT",
     json=str | list[str],
+)
+_RULES = OptionKind(
+    "rules such as 'exps=CPU' or 'blk.0.ffn=CUDA0,exps=CPU', or a list of rules: a regular expression, = and CPU or "
+    "CUDA0",
+    _read_rules,
+    metavar="RULES",
 )
 _SECONDS = _number(math.ulp(0.0), "a number of seconds above 0")
 _SCHEMA = OptionKind(
@@ -347,6 +369,30 @@ class LoadOptions(_Checked):
         "computes a part of every layer on each GPU",
         "-sm --split-mode",
         none="layer",
+    )
+    n_cpu_moe: int | None = _call_option(
+        None,
+        _whole(0),
+        "number of first layers whose routed experts the CPU computes.  The GPU computes the rest of these layers: "
+        "attention, shared experts and the cache.",
+        "-ncmoe --n-cpu-moe",
+        none="the smallest number that fits, if that is faster than whole layers on the CPU",
+    )
+    cpu_moe: bool | None = _call_option(
+        None,
+        SWITCH,
+        "let the CPU compute the routed experts of all layers",
+        "-cmoe --cpu-moe",
+        none="False",
+    )
+    override_tensor: str | Sequence[str] | None = _call_option(
+        None,
+        _RULES,
+        "matrices that the CPU multiplies although their layer is on a GPU: regular expressions of tensor names, "
+        "such as 'exps=CPU'.  The first expression that matches a name counts; CUDA0 instead of CPU leaves a matrix "
+        "on the GPU of its layer.",
+        "-ot --override-tensor",
+        none="none",
     )
     max_memory: float | None = _call_option(
         None,

@@ -23,6 +23,7 @@ import pytest
 
 import localllm
 from localllm.errors import DeviceError, KernelError, NotEnoughMemoryError
+from localllm.kernels.cuda import prediction
 from localllm.kernels.cuda.step import CUDAStep
 from tests.benchmarks.gpu import correctness, early, installed, kernels, layers, machine, models, predict
 from tests.benchmarks.gpu.installed import missing
@@ -235,9 +236,9 @@ def test_predictions() -> None:
     table = 144 / 256 * shape.n_vocab * shape.n_embd
     token = predict.total(predict.Model(card, 1, 64).predict(1, 1, 1))
     assert token.n_bytes == pytest.approx(gguf_bytes(shape, "q4_k_m") - table, rel=0.01)
-    assert token.seconds > token.n_bytes / card.copy + token.n_launches * predict.GAP
+    assert token.seconds > token.n_bytes / card.rates.copy + token.n_launches * prediction.GAP
     one, two = (predict.decode(card, 1, 512, n_gpus) for n_gpus in (1, 2))
-    assert 1 / two["tok/s"] - 1 / one["tok/s"] == pytest.approx(predict.HANDOVER)
+    assert 1 / two["tok/s"] - 1 / one["tok/s"] == pytest.approx(prediction.HANDOVER)
     assert predict.decode(card, 32, 32768, 1)["tok/s"] == "does not fit"
     assert predict.decode(card, 32, 32768, 2, rows=True)["tok/s"] > predict.decode(card, 32, 32768, 2)["tok/s"]
     for each in predict.CARDS:

@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.helpers.backends import BACKENDS, emulated_cuda, no_harness, shared_by_threads
+from tests.helpers.offloading import OffloadingBackend
 from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner
 from tests.models.tiny import TINY, make_model, write
@@ -109,6 +110,27 @@ def test_cuda_computes_what_transformers_does(name: str, tmp_path: Path) -> None
     """Run a short text in the emulator in two steps, because it is slow."""
     path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
     runner = Runner(path, emulated_cuda(), n_pages=2, max_tokens=16)
+    ids = IDS[:13]
+    ours = np.concatenate([runner.run((ids[:12], 0, [0])), runner.run((ids[12:], 12, [0]))])
+    theirs = expected(name, tuple(ids))
+    assert np.abs(ours - theirs).max() < 1e-2 * np.abs(theirs).max()
+
+
+#: Further mixtures of experts, whose routing, experts or shared experts differ.
+WITH_EXPERTS = ("deepseek-v4", "gemma4-moe", "grovemoe", "hy-v4", "llama4", "nemotron-h-latent", "smallthinker")
+
+
+@pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt-oss", "qwen35moe", "glm4moe"),
+        *(pytest.param(name, marks=pytest.mark.ci) for name in WITH_EXPERTS),
+    ],
+)
+def test_a_gpu_and_experts_on_the_cpu_compute_what_transformers_does(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
+    runner = Runner(path, OffloadingBackend(emulated_cuda()), n_pages=2, max_tokens=16)
     ids = IDS[:13]
     ours = np.concatenate([runner.run((ids[:12], 0, [0])), runner.run((ids[12:], 12, [0]))])
     theirs = expected(name, tuple(ids))

@@ -143,14 +143,24 @@ class Model:
 
     Args:
         n_rows: number of GPUs for a split by rows; the model is the first GPU's part.
+        graph: another model.
     """
 
-    def __init__(self, card: Card, n_sequences: int, length: int, *, mixture: bool = False, n_rows: int = 1) -> None:
+    def __init__(
+        self,
+        card: Card,
+        n_sequences: int,
+        length: int,
+        *,
+        mixture: bool = False,
+        n_rows: int = 1,
+        graph: g.Graph | None = None,
+    ) -> None:
         self.card, self.pages = card, -(-length // PAGE)
-        graphs = [llama(mixture=mixture)] if n_rows == 1 else shard(llama(), n_rows)
+        graphs = [graph or llama(mixture=mixture)] if n_rows == 1 else shard(llama(), n_rows)
         graph = graphs[0]
         driver = cast(Driver, SimpleNamespace(properties=lambda device: card.properties, stream=lambda device: None))
-        cache = CUDACache(graph, (self.pages * n_sequences,), 0)
+        cache = CUDACache(graph, (self.pages * n_sequences,), n_sequences if graph.states else 0)
         own = card.properties
         limits = ProductLimits(own.capability, own.shared_bytes, n_multiprocessors=own.n_multiprocessors)
         weights = CUDAPackedWeights(CUDAWeightLoader(driver, 0))

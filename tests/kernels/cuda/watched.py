@@ -25,19 +25,19 @@ class WatchedDriver(EmulatedDriver):
         calls: number of calls by method.
         kernels: number of launches by kernel.
         pinned_bytes: allocated pinned memory.
-        downloaded_bytes: bytes copied from devices.
+        downloaded_bytes, uploaded_bytes: bytes copied from and to devices.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.calls: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
-        self.pinned_bytes = self.downloaded_bytes = 0
+        self.pinned_bytes = self.downloaded_bytes = self.uploaded_bytes = 0
 
     def forget(self) -> None:
         self.calls.clear()
         self.kernels.clear()
-        self.downloaded_bytes = 0
+        self.downloaded_bytes = self.uploaded_bytes = 0
 
     def pinned(self, n_bytes: int) -> NDArray[np.uint8]:
         self.pinned_bytes += n_bytes
@@ -45,6 +45,7 @@ class WatchedDriver(EmulatedDriver):
 
     def upload(self, destination: DeviceMemory, source: NDArray[Any], stream: interface.Stream) -> None:
         self.calls["upload"] += 1
+        self.uploaded_bytes += destination.n_bytes
         super().upload(destination, source, stream)
 
     def download(self, destination: NDArray[Any], source: DeviceMemory, stream: interface.Stream) -> None:
