@@ -62,13 +62,14 @@ class BusyTime:
 
 @dataclass
 class Share:
-    """A kind of call: number of calls, their launches, and seconds."""
+    """A kind of call: number of calls, their launches, seconds and kernels."""
 
     name: str
     cost: Cost  # minimum cost of the calls
     n: int = 0
     n_launches: int = 0
     seconds: float = 0.0
+    kernels: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -107,6 +108,7 @@ class Profiler:
                     share.seconds += call_seconds(step, calls, extent, repetitions=n, least_launches=least)
                     share.n, share.n_launches = share.n + len(calls), share.n_launches + n_launches
                     share.cost += total_cost(calls, sizes)
+                    share.kernels |= {launch.kernel for call in calls for launch in call.launches(extent)}
         step.launch(extent)
 
 

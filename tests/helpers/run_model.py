@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,3 +72,40 @@ class Runner:
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Return logits [len(ids), n_vocab] of one sequence, evaluated in one batch."""
         return self.run((ids, 0, range(self.cache.n_pages[0])))
+
+
+def largest_error(
+    runner: Runner,
+    ids: Sequence[int],
+    other: Sequence[int],
+    cut: int,
+    expected: Callable[[Sequence[int]], NDArray[np.float32]],
+) -> float:
+    """Return the largest error of a model's logits, relative to the largest logit.
+
+    Raises:
+        AssertionError: a prompt in chunks and decoded tokens have other bits than the prompt at once.
+
+    Args:
+        ids, other: two texts that start with the same ``cut`` tokens.
+        expected: returns the logits [T, n_vocab] of a text.
+    """
+    pages, rest = range(8), cut + 10
+
+    def run(ids: Sequence[int], past: int) -> NDArray[np.float32]:
+        return runner.run((ids, past, pages))
+
+    def error(ours: NDArray[np.float32], ids: Sequence[int], first: int = 0) -> float:
+        theirs = expected(ids)[first:]
+        return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+    assert runner.run((ids[:3], 0, pages), outputs=[]).shape == (0, runner.model.config.n_vocab)
+    whole = run(ids, 0)
+    chunks = [run(ids[first : first + n], first) for first, n in ((0, 7), (7, cut - 7))]
+    if runner.cache.n_states:
+        runner.cache.copy(None, 0, 1)  # to restore at the cut
+    chunks += [run(ids[cut:rest], cut), *(run([token], rest + i) for i, token in enumerate(ids[rest:]))]
+    np.testing.assert_array_equal(np.concatenate(chunks), whole)
+    if runner.cache.n_states:
+        runner.cache.copy(None, 1, 0)
+    return max(error(whole, ids), error(run(other[cut:], cut), other, cut))

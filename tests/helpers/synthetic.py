@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,13 +104,17 @@ def gguf_bytes(shape: Shape, file_type: str) -> int:
     )
 
 
-def random_gguf(path: Path, shape: Shape, file_type: str, seed: int = 0, *, repeat_layers: bool = False) -> Path:
+def random_gguf(
+    path: Path, shape: Shape, file_type: str, seed: int = 0, *, repeat_layers: bool = False, holes: bool = False
+) -> Path:
     """Write a random model.  Uses about twice the memory of the largest tensor.
 
     Args:
         file_type: one of `FILE_TYPES`.
         repeat_layers: whether tensors of one name, size and format are equal in all layers.  Then writing is as fast
             as the disk, and memory holds one layer.
+        holes: with ``repeat_layers``, matrices that repeat an earlier one are holes in the file, which read as zeros
+            and take no space.
     """
     kind = FILE_TYPES[file_type]
     types = {name: tensor_type(name, size, shape, kind) for name, size in tensor_shapes(shape)}
@@ -125,12 +130,23 @@ def random_gguf(path: Path, shape: Shape, file_type: str, seed: int = 0, *, repe
     known: dict[tuple[str, GGMLType], NDArray[Any]] = {}
     for name, size in tensor_shapes(shape):
         same = (name.split(".", 2)[-1], types[name])
+        if holes and repeat_layers and same in known and len(size) > 1:
+            _skip_tensor(writer)
+            continue
         data = known[same] if same in known else _random_tensor(rng, name, size, types[name], shape)
         if repeat_layers and name.startswith("blk."):
             known[same] = data
         writer.write_tensor_data(data)
     writer.close()
     return path
+
+
+def _skip_tensor(writer: gguf.GGUFWriter) -> None:
+    """Let a hole be the data of the next tensor; a later tensor must have data."""
+    assert writer.fout is not None
+    tensors = writer.tensors[0]
+    info = tensors.pop(next(iter(tensors)))
+    writer.fout[0].seek(writer.ggml_pad(info.nbytes, writer.data_alignment), os.SEEK_CUR)
 
 
 def made_gguf(folder: Path, shape: str, file_type: str) -> Path:

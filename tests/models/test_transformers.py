@@ -4,7 +4,6 @@ text continued differently after a cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from tests.helpers.backends import BACKENDS, emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.offloading import OffloadingBackend
 from tests.helpers.recorder import CPUOps, ReferenceOps
-from tests.helpers.run_model import Runner
+from tests.helpers.run_model import Runner, largest_error
 from tests.models.tiny import TINY, make_model, write
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
@@ -46,26 +45,7 @@ def expected(name: str, ids: tuple[int, ...]) -> Array:
 
 
 def check(name: str, runner: Runner, limit: float) -> None:
-    pages = range(8)
-
-    def run(ids: Sequence[int], past: int) -> Array:
-        return runner.run((ids, past, pages))
-
-    def error(ours: Array, ids: Sequence[int], first: int = 0) -> float:
-        theirs = expected(name, tuple(ids))[first:]
-        return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
-
-    assert runner.run((IDS[:3], 0, pages), outputs=[]).shape == (0, runner.model.config.n_vocab)
-    whole = run(IDS, 0)
-    assert error(whole, IDS) < limit
-    chunks = [run(IDS[first : first + n], first) for first, n in ((0, 7), (7, CUT - 7))]
-    if runner.cache.n_states:
-        runner.cache.copy(None, 0, 1)  # to restore at the cut
-    chunks += [run(IDS[CUT:30], CUT), *(run([token], 30 + i) for i, token in enumerate(IDS[30:]))]
-    np.testing.assert_array_equal(np.concatenate(chunks), whole)
-    if runner.cache.n_states:
-        runner.cache.copy(None, 1, 0)
-    assert error(run(OTHER_IDS, CUT), IDS[:CUT] + OTHER_IDS, CUT) < limit
+    assert largest_error(runner, IDS, IDS[:CUT] + OTHER_IDS, CUT, lambda ids: expected(name, tuple(ids))) < limit
 
 
 @pytest.mark.parametrize("name", TINY)

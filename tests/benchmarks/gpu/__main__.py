@@ -5,8 +5,8 @@ import sys
 from tests.benchmarks.gpu.installed import missing
 
 if __name__ == "__main__":
-    if said := missing():
-        print(said, file=sys.stderr)
+    if needs := missing():
+        print(f"not installed, or with another version: {', '.join(needs)}", file=sys.stderr)
     from tests.benchmarks.gpu.run import main
 
     sys.exit(main())

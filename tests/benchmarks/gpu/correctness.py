@@ -14,13 +14,17 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 
 import psutil
 
+from tests.benchmarks.gpu.machine import Machine
 from tests.benchmarks.gpu.sections import Row
 from tests.helpers.data import ROOT
+from tests.helpers.synthetic import random_gguf
 
 #: A name, and the arguments of pytest.
 Suite = tuple[str, Sequence[str]]
@@ -50,8 +54,8 @@ METRICS = {
     "sm__warps_active.avg.pct_of_peak_sustained_active": "% of warps",
     "launch__registers_per_thread": "registers",
 }
-#: Counted kernels, and the largest number of launches.
-_COUNTED, _LAUNCHES = "regex:^(matvec|matmul|attention)", 60
+#: Layers of the model whose kernels are counted.
+_LAYERS = 2
 #: Processes that share the device.
 _WORKERS = 4
 _NO_TESTS = 5
@@ -71,17 +75,23 @@ def two_processes(seconds: float, suite: Suite, folder: Path) -> Iterator[Row]:
         yield from pool.map(lambda i: _suite(f"{suite[0]}, process {i}", command, seconds, folder), (1, 2))
 
 
-def count(seconds: float, words: Sequence[str], folder: Path) -> Iterator[Row]:
-    """Run this program under ncu; return the counters of its kernels."""
+def count(machine: Machine, seconds: float, folder: Path) -> Iterator[Row]:
+    """Count the kernels of a prompt and a token of a small model with ncu, in a process of its own.
+
+    Kernels that differ in neither name nor grid share a row; rows with the most time come first.
+    """
     tool = _tool(NCU)
     if tool is None:
         yield {"kernel": "all", "result": f"not counted: {NCU} is not on the PATH"}
         return
-    log = folder / "ncu.csv"
-    options = ("--csv", "--page", "raw", "--metrics", ",".join(METRICS), "--log-file", str(log))
-    own = (sys.executable, "-m", "tests.benchmarks.gpu", "--out", str(folder / "under ncu"), *words)
-    command = (tool, *options, "-k", _COUNTED, "-c", str(_LAUNCHES), *own)
-    said = _suite("ncu", command, seconds, folder)
+    log, path = folder / "ncu.csv", machine.scratch / "counted.gguf"
+    sizes = machine.sizes
+    random_gguf(path, replace(sizes.model, n_layers=_LAYERS), sizes.file_types[0])
+    metrics = ("--csv", "--page", "raw", "--metrics", ",".join(METRICS), "--log-file", str(log))
+    # The clocks belong to the machine's owner, and only launches between profilerStart and profilerStop count.
+    options = (*metrics, "--clock-control", "none", "--profile-from-start", "off")
+    own = (sys.executable, "-m", "tests.benchmarks.gpu.counted", str(path), str(min(sizes.prompts)))
+    said = _suite("ncu", (tool, *options, *own), seconds, folder)
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     rows = list(csv.DictReader(lines[begin:]))
@@ -89,8 +99,22 @@ def count(seconds: float, words: Sequence[str], folder: Path) -> Iterator[Row]:
         yield {"kernel": "all", "result": "not counted: the driver permits it only to root; run as root"}
     elif len(rows) < 2:
         yield {"kernel": "all", "result": said["result"], "fault": "ncu counted nothing: see ncu.txt and ncu.csv"}
-    for row in rows[1:]:  # the first row has the units
-        yield {"kernel": row["Kernel Name"], **{name: row.get(metric) for metric, name in METRICS.items()}}
+    else:
+        yield from sorted(_by_kernel(rows), key=lambda row: -row["launches"] * row["time"])
+
+
+def _by_kernel(rows: Sequence[dict[str, str]]) -> Iterator[Row]:
+    """Yield means of the counters; the first row has their units."""
+    kinds: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for row in rows[1:]:
+        kinds.setdefault((row["Kernel Name"], row.get("Grid Size", "")), []).append(row)
+    for (kernel, grid), launches in kinds.items():
+        means = {
+            name: fmean(float((row.get(metric) or "nan").replace(",", "")) for row in launches)
+            for metric, name in METRICS.items()
+        }
+        unit = rows[0].get(next(iter(METRICS)), "")
+        yield {"kernel": kernel, "grid": grid, "launches": len(launches), **means, "unit of time": unit}
 
 
 def sanitize(tools: Sequence[str], seconds: float, suites: Sequence[Suite], folder: Path) -> Iterator[Row]:

@@ -1,47 +1,55 @@
-"""List packages of a run that are not installed.  This module imports only the standard library."""
+"""Packages of a run, and those that are not installed.  This module imports only the standard library."""
 
 from __future__ import annotations
 
 import re
-import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-#: Packages in addition to the project's dependencies.
-_TESTS = ("pytest", "pytest-timeout", "hypothesis", "packaging")
-_PLATFORMS = " ".join(f"--platform=manylinux{tag}_x86_64" for tag in ("_2_28", "_2_17", "2014"))
-_PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+#: Packages that tests need in addition to the project's dependencies.
+TESTS = ("pytest>=9.0.3", "pytest-timeout", "hypothesis", "packaging")
+#: CuPy is called by the version of CUDA, and is checked by opening a device.
+_ENVIRONMENT = (
+    "numpy",
+    "numba",
+    "llvmlite",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cuda-nvrtc-cu12",
+)
 
 
 def needs() -> list[str]:
-    """Return the dependencies of the project, of its GPU support, and of its tests."""
+    """Return the dependencies of the project and of its tests."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [*project["dependencies"], *_TESTS, *project["optional-dependencies"]["cuda12"]]
+    return [*project["dependencies"], *TESTS]
 
 
-def missing() -> str:
-    """Describe packages that are missing or have the wrong version, and how to install them; "" if none are."""
-    wanted = [need for need in needs() if not re.match("cupy|cuda", need) and not _is_there(need)]
-    if not wanted:
+def missing() -> list[str]:
+    """Return the needs that are not installed, or have the wrong version."""
+    return [need for need in needs() if not _is_there(need)]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of packages that a machine with a GPU should have."""
+    return {name: found for name in _ENVIRONMENT if (found := _version(name))}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
         return ""
-    packages, everything = (" ".join(f"'{need}'" for need in each) for each in (wanted, needs()))
-    return (
-        f"not installed, or with another version: {packages}\n"
-        "On a machine with a network, then on this machine:\n"
-        f"  python -m pip download --dest wheels --only-binary=:all: --python-version {_PYTHON} {_PLATFORMS} "
-        f"{everything}\n"
-        "  python -m pip install --no-index --no-deps --target site wheels/*.whl && export PYTHONPATH=site"
-    )
 
 
 def _is_there(need: str) -> bool:
     """Return whether a package is installed, with the right version if versions can be compared."""
     match = re.match(r"[\w.-]+", need)
     assert match
-    try:
-        found = version(match[0])
-    except PackageNotFoundError:
+    found = _version(match[0])
+    if not found:
         return False
     try:
         from packaging.requirements import Requirement

@@ -7,13 +7,15 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from shutil import disk_usage
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
+from psutil import virtual_memory
 
 import localllm
 from localllm.bench.profile import DeviceCeilings
@@ -29,6 +31,7 @@ from localllm.llm import LLM
 from localllm.loading.devices import Device
 from localllm.quant.types import GGMLType
 from tests.benchmarks.gpu import layers
+from tests.benchmarks.gpu.installed import missing, versions
 from tests.benchmarks.gpu.layers import Layer
 from tests.benchmarks.gpu.sections import Row
 from tests.helpers.synthetic import SHAPES, Shape
@@ -123,6 +126,20 @@ FULL = Sizes(
     replays=1000,
     transferred=1 << 28,
 )
+#: The most important sizes, for a run of minutes.
+QUICK = replace(
+    FULL,
+    formats=(T.Q4_K, T.Q6_K, T.Q8_0, T.F16, T.Q4_0),
+    products=(FULL.products[2], FULL.products[3]),
+    rows=(1, 8, 128, 2048),
+    copied=256 << 20,
+    decode=((1, 4096), (1, 32768), (32, 1024)),
+    prefill=(4096,),
+    chunks=((512, 32768),),
+    file_types=("q4_k_m", "q8_0", "f16"),
+    long=16384,
+    replays=200,
+)
 #: Sizes for emulated devices, whose kernels are slow.
 TINY = Sizes(
     formats=(T.Q4_0,),
@@ -145,6 +162,14 @@ TINY = Sizes(
     replays=3,
     transferred=1 << 12,
 )
+
+
+def chosen(sizes: Sizes, *, quick: bool, types: str) -> Sizes:
+    """Return the sizes of a run: `QUICK` instead of `FULL`, and only some types of models; `TINY` is unchanged."""
+    if sizes is not FULL:
+        return sizes
+    sizes = QUICK if quick else sizes
+    return replace(sizes, file_types=tuple(types.split(","))) if types else sizes
 
 
 @dataclass
@@ -196,19 +221,21 @@ def real(scratch: Path) -> Iterator[Machine]:
 
 
 @contextmanager
-def emulated(scratch: Path, driver: EmulatedDriver | None = None) -> Iterator[Machine]:
+def emulated(
+    scratch: Path, driver: EmulatedDriver | None = None, make_backend: Callable[..., CUDABackend] | None = None
+) -> Iterator[Machine]:
     """Yield emulated GPUs (by default two) with small sizes, to try a run."""
     from tests.cuda_on_cpu import emulated_driver
     from tests.helpers.backends import emulated_cuda
 
     driver = driver or emulated_driver.EmulatedDriver(2, memory=1 << 26)
+    make_backend = make_backend or emulated_cuda
 
     def devices(name: str, **_: Any) -> tuple[Device, ...]:
         host = Device("cpu", "kernels", 1, 1, CPUBackend(threads=1), lambda: None)
         numbers = [] if name == "cpu" else [int(n) for n in name.removeprefix("cuda:").split(",")]
         gpus = (
-            Device(f"cuda:{i}", "CUDA", 1, 1, emulated_cuda(driver, i), lambda: None, lambda: 1 << 40)
-            for i in numbers
+            Device(f"cuda:{i}", "CUDA", 1, 1, make_backend(driver, i), lambda: None, lambda: 1 << 40) for i in numbers
         )
         return (host, *gpus)
 
@@ -222,7 +249,7 @@ def emulated(scratch: Path, driver: EmulatedDriver | None = None) -> Iterator[Ma
             "localllm.bench.profile._REPETITIONS": 1,
         }.items():
             stack.enter_context(patch(name, value))
-        yield Machine(driver, TINY, scratch, emulated_cuda, repetitions=1, least_launches=1, is_emulated=True)
+        yield Machine(driver, TINY, scratch, make_backend, repetitions=1, least_launches=1, is_emulated=True)
 
 
 # -- Sections ------------------------------------------------------------------------------------------------------
@@ -232,6 +259,11 @@ def environment(machine: Machine) -> Iterator[Row]:
     """Return hardware and software."""
     yield {"what": "processor", "value": f"{cpu_model()}, {usable_cpus()} usable"}
     yield {"what": "Python, localllm", "value": f"{platform.python_version()}, {localllm.__version__}"}
+    yield {"what": "memory, disk", "value": " and ".join(map(_free, (virtual_memory(), disk_usage(machine.scratch))))}
+    row: Row = {"what": "packages", "value": ", ".join(f"{name} {version}" for name, version in versions().items())}
+    if needs := missing():
+        row["fault"] = f"not installed, or with another version: {', '.join(needs)}"
+    yield row
     for device in range(machine.count):
         p, memory = machine.driver.properties(device), machine.driver.memory_info(device)
         yield {
@@ -250,6 +282,10 @@ def environment(machine: Machine) -> Iterator[Row]:
         yield {"what": "CUDA runtime", "value": str(cupy.cuda.runtime.runtimeGetVersion())}
     except (ImportError, RuntimeError, OSError) as error:
         yield {"what": "CuPy", "value": f"not available: {error}"}
+
+
+def _free(space: Any) -> str:
+    return f"{getattr(space, 'available', space.free) / 1e9:.0f} of {space.total / 1e9:.0f} GB free"
 
 
 def _driver_version() -> str:
@@ -276,7 +312,7 @@ def ceilings(machine: Machine) -> Iterator[Row]:
             yield {"device": name, "what": f"mma.sync, {kind}", "FLOP/s": rate}
         yield from _graph(machine, device)
         yield from _bus(machine, device)
-    if not machine.is_emulated and (rate := _library_rate()) is not None:
+    if machine.sizes is FULL and (rate := _library_rate()) is not None:
         yield {
             "device": "cuda:0",
             "what": "bf16 product of 8192 x 8192 x 8192 by cuBLAS, through torch",

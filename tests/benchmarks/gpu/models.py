@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -22,7 +23,10 @@ from localllm.kernels.cuda.cupy_driver import CupyDriver
 from localllm.kernels.cuda.profile import BusyTime, watching
 from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.kernels.cuda.step import CUDAStep
+from localllm.kernels.cuda.weights import CUDAWeightLoader, PackedMatrix
+from localllm.kernels.graph import Weight
 from localllm.llm import LLM
+from tests.benchmarks import theirs
 from tests.benchmarks.gpu import early
 from tests.benchmarks.gpu.kernels import DECODE, FLOAT_DECODE, PREFILL
 from tests.benchmarks.gpu.machine import Machine, Sizes
@@ -33,46 +37,86 @@ from tests.helpers.synthetic import gguf_bytes, random_gguf
 
 #: Tokens of the prompt for checks of the output.
 CHECKED = 40
+#: Calls that lose the most time.
+N_WORST = 5
 
 
-def largest_file(sizes: Sizes) -> int:
-    """Return the bytes of the largest model."""
-    return max(gguf_bytes(sizes.model, file_type) for file_type in sizes.file_types)
+def largest_file(sizes: Sizes, *, whole: bool = False) -> int:
+    """Return the bytes that the largest model takes on the disk, at least; ``whole``: without holes."""
+    n_layers = sizes.model.n_layers if whole or theirs.has_gpu() else min(2, sizes.model.n_layers)
+    shape = replace(sizes.model, n_layers=n_layers)
+    return max(gguf_bytes(shape, file_type) for file_type in sizes.file_types)
 
 
 def models(machine: Machine) -> Iterator[Row]:
-    """Measure a model in each file type, then compare the first one with the CPU, whose kernels compile slowly."""
+    """Measure a model in each file type."""
     for file_type in machine.sizes.file_types:
-        path, begin = machine.scratch / f"{file_type}.gguf", time.monotonic()
+        begin = time.monotonic()
         try:
-            random_gguf(path, machine.sizes.model, file_type, repeat_layers=True)
-            yield {"model": file_type, "test": "written", "s": time.monotonic() - begin}
-            yield from _model(machine, path, file_type)
-            if file_type == machine.sizes.file_types[0]:
-                yield from _long_context(machine, path, file_type)
+            with _written(machine, file_type) as path:
+                yield {"model": file_type, "test": "written", "s": time.monotonic() - begin}
+                yield from _model(machine, path, file_type)
+                if file_type == machine.sizes.file_types[0]:
+                    yield from _long_context(machine, path, file_type)
         except NotEnoughMemoryError as error:  # a small or shared GPU; the next model may fit
             yield {"model": file_type, "test": f"skipped: {error}"}
-        finally:
-            path.unlink(missing_ok=True)
-    yield _against_the_cpu(machine, machine.sizes.file_types[0])
 
 
-def _against_the_cpu(machine: Machine, file_type: str) -> Row:
-    """Compare one layer of the model on the GPU and on the CPU."""
-    path = machine.scratch / "layer.gguf"
+@contextlib.contextmanager
+def _written(machine: Machine, file_type: str, n_layers: int | None = None, *, whole: bool = False) -> Iterator[Path]:
+    """Yield a random model, in whose file repeated layers are holes, and load their matrices by copies on the device.
+
+    With ``whole``, and if llama.cpp can be compared, there are no holes, because several devices or llama.cpp read
+    all layers.
+    """
+    shape = replace(machine.sizes.model, n_layers=n_layers or machine.sizes.model.n_layers)
+    path = machine.scratch / f"{file_type}.gguf"
     try:
-        random_gguf(path, replace(machine.sizes.model, n_layers=1), file_type)
-        found = []
+        random_gguf(path, shape, file_type, repeat_layers=True, holes=not (whole or theirs.has_gpu()))
+        with copied_layers():
+            yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def copied_layers() -> Iterator[None]:
+    """Load each kind of matrix of a layer once per device, and copy it on the device for the other layers."""
+    load = CUDAWeightLoader.matrix
+    loaded: WeakValueDictionary[tuple[Any, ...], PackedMatrix] = WeakValueDictionary()
+
+    def matrix(loader: CUDAWeightLoader, weight: Weight) -> PackedMatrix:
+        block, _, rest = weight.name.partition(".")
+        if block != "blk":
+            return load(loader, weight)
+        kind = id(loader), rest.partition(".")[2], weight.type, weight.shape
+        if (like := loaded.get(kind)) is None:
+            if not weight.data[:1].any():
+                raise AssertionError(f"{weight.name} is a hole in the file, but no matrix like it was loaded before")
+            loaded[kind] = like = load(loader, weight)
+            return like
+        driver, stream = loader._driver, loader._stream
+        memory = driver.allocate(loader.device, like.n_bytes)
+        driver.copy(memory, like.memory, stream)
+        driver.synchronize(stream)
+        return replace(like, memory=memory, name=weight.name)
+
+    with mock.patch.object(CUDAWeightLoader, "matrix", matrix):
+        yield
+
+
+def cpu(machine: Machine) -> Iterator[Row]:
+    """Compare one layer of the first model on the GPU and on the CPU."""
+    file_type, found = machine.sizes.file_types[0], []
+    with _written(machine, file_type, n_layers=1) as path:
         for device in ("cuda:0", "cpu"):
             with machine.load(path, device, context=2 * CHECKED) as llm:
                 found.append(llm.logits(_ids(llm, CHECKED)))
-    finally:
-        path.unlink(missing_ok=True)
     error = float(np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[1]))
     row: Row = {"model": file_type, "test": "one layer, against the CPU", "error": error}
     if not error <= QUANTISED_TOLERANCE:
         row["fault"] = f"{file_type}: logits differ from the CPU's by {error:.1e}, more than {QUANTISED_TOLERANCE:g}"
-    return row
+    yield row
 
 
 def _ids(llm: LLM, n: int) -> list[int]:
@@ -83,8 +127,7 @@ def _model(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
     sizes, begin = machine.sizes, time.monotonic()
     context = max(*sizes.prompts, sizes.depth + sizes.generated, CHECKED + sizes.generated) + 2
     with machine.load(path, "cuda:0", context=context) as llm:
-        seconds = time.monotonic() - begin
-        yield {"model": file_type, "test": "loaded", "s": seconds, "achieved": path.stat().st_size / seconds}
+        yield {"model": file_type, "test": "loaded", "s": time.monotonic() - begin}
         free = machine.driver.memory_info(0).free
         yield _check_text(llm, file_type, sizes.generated)
         yield _check_replays(llm, file_type, sizes.replays)
@@ -92,9 +135,10 @@ def _model(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
         for test in tests:
             measured = measure(llm, test, min(3, machine.repetitions))
             yield _measured(file_type, measured)
-        for test in tests[-2:]:
-            for found in profile(llm, test, {"cuda:0": machine.ceilings(0)}):
-                yield from _profiled(file_type, found)
+        profiles = [found for test in tests[-2:] for found in profile(llm, test, {"cuda:0": machine.ceilings(0)})]
+        for found in profiles:
+            yield from _profiled(file_type, found)
+        yield from _worst(file_type, profiles)
         taken = (free - machine.driver.memory_info(0).free) / 1e6
         yield {"model": file_type, "test": "memory taken since, by modules and graphs", "MB": taken}
     yield from _together(machine, path, file_type)
@@ -169,6 +213,25 @@ def _profiled(file_type: str, found: DeviceProfile) -> Iterator[Row]:
         }
 
 
+def _worst(file_type: str, profiles: Sequence[DeviceProfile]) -> Iterator[Row]:
+    """Yield the calls that take the most time beyond their floor, as a share of their pass."""
+    lost = [
+        ((share.seconds - found.floor(share)) / found.profile.kernel_seconds, found, share)
+        for found in profiles
+        for share in found.profile.shares.values()
+    ]
+    for i, (part, found, share) in enumerate(sorted(lost, key=lambda each: -each[0])[:N_WORST], 1):
+        yield {
+            "model": file_type,
+            "test": f"worst {i}: {found.test.name}: {share.name} ({', '.join(sorted(share.kernels))})",
+            "us": 1e6 * share.seconds / share.n_launches,
+            "lost": f"{part:.1%}",
+            "of floor": f"{found.floor(share) / share.seconds:.0%}",
+            "B/s": share.cost.n_bytes / share.seconds,
+            "FLOP/s": share.cost.n_operations / share.seconds,
+        }
+
+
 def _together(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
     """Measure sequences decoded at once, compared with one sequence."""
     n, n_sequences = machine.sizes.generated, machine.sizes.sequences
@@ -187,8 +250,6 @@ def _rate_together(llm: LLM, n_sequences: int, n: int) -> float:
 
 def _llama_cpp(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
     """Measure llama.cpp on the same file, if it is installed with GPU support."""
-    from tests.benchmarks import theirs
-
     if not theirs.has_gpu():
         return
     sizes = machine.sizes
@@ -224,9 +285,8 @@ def variants(machine: Machine) -> Iterator[Row]:
     if not machine.is_emulated and machine.driver.properties(0).capability >= early.CAPABILITY:
         left_out += (("products that start early", CupyDriver, "load_module", early.load_early),)
     for file_type in machine.sizes.file_types[:2]:
-        path, test = machine.scratch / f"{file_type}.gguf", Test("tg", machine.sizes.generated, machine.sizes.depth)
-        try:
-            random_gguf(path, machine.sizes.model, file_type, repeat_layers=True)
+        test = Test("tg", machine.sizes.generated, machine.sizes.depth)
+        with _written(machine, file_type) as path:
             context = max(test.n + test.depth, CHECKED) + 2
             for name, owner, attribute, value in left_out:
                 with contextlib.ExitStack() as stack:
@@ -235,8 +295,6 @@ def variants(machine: Machine) -> Iterator[Row]:
                     llm = stack.enter_context(machine.load(path, "cuda:0", context=context))
                     yield {"variant": name, **_measured(file_type, measure(llm, test, min(3, machine.repetitions)))}
                     yield {"variant": name, **_check_replays(llm, file_type, machine.sizes.replays)}
-        finally:
-            path.unlink(missing_ok=True)
 
 
 # -- Several devices -----------------------------------------------------------------------------------------------
@@ -249,12 +307,8 @@ def several(machine: Machine) -> Iterator[Row]:
         return
     yield from _peer_copies(machine)
     file_type = machine.sizes.file_types[0]
-    path = machine.scratch / "split.gguf"
-    try:
-        random_gguf(path, machine.sizes.model, file_type, repeat_layers=True)
+    with _written(machine, file_type, whole=True) as path:
         yield from _split(machine, path, file_type)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _peer_copies(machine: Machine) -> Iterator[Row]:

@@ -1,10 +1,10 @@
-"""The results of a run as Markdown tables and as JSON."""
+"""The results of a run as Markdown tables, and as JSON lines."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,35 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
 
 
+def lines(head: dict[str, str], results: Sequence[Found]) -> Iterator[dict[str, Any]]:
+    """Yield the run's description, a line per row, and a line at the end of each section."""
+    yield head
+    for found in results:
+        yield from ({"section": found.title, "row": row} for row in found.rows)
+        yield {
+            "section": found.title,
+            "seconds": round(found.seconds, 2),
+            "note": found.note,
+            "faults": found.faults,
+        }
+
+
 def write(folder: Path, head: dict[str, str], results: Sequence[Found]) -> None:
+    """Write gpu.md and gpu.jsonl.  Readers, and a program that is killed, never leave or see half of a file."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "gpu.md").write_text(markdown(head, results), encoding="utf-8")
-    content: dict[str, Any] = {**head, "sections": [asdict(found) for found in results]}
-    (folder / "gpu.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    texts = {
+        "gpu.md": markdown(head, results),
+        "gpu.jsonl": "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines(head, results)),
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.new").write_text(text, encoding="utf-8")
+        os.replace(folder / f"{name}.new", folder / name)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of gpu.jsonl; empty if it does not exist yet."""
+    try:
+        text = (folder / "gpu.jsonl").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines()]
