@@ -139,7 +139,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture("gpt_oss", "gpt-oss", "gpt_oss"),
     "gpt2": Architecture("gpt2", "GPT-2", "gpt2"),
     "gptneox": Architecture("gptneox", "GPT-NeoX, Pythia", "gpt_neox"),
-    "granite": Architecture("granite", "Granite 3 and 4, dense", "granite granite4_vision granite4_vision_text"),
+    "granite": Architecture(
+        "granite",
+        "Granite 3 and 4, dense",
+        "granite granite4_vision granite4_vision_text granite_speech granite_speech_plus",
+    ),
     "granite_swa": Architecture(
         "granite", "Granite with windows, dense and with experts", "granite_swa granitemoe_swa"
     ),

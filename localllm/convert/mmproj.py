@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,12 @@ _OTHERS = re.compile(
     r"^(thinker\.)?(model\.)?(language_model|text_model|layers|norm|embed_tokens)\b"
     r"|^(thinker\.)?(lm_head|mtp|llm|apm|tts|audio_projection_layer|talker|token2wav|code2wav)\."
 )
+#: Ends of the names of tensors that are computed, or counted in training.
+_COMPUTED = (".inv_freq", "position_ids", ".num_batches_tracked")
+#: Kinds of encoders, and their sections of config.json.
+SECTIONS = {"vision_config": "image", "audio_config": "audio", "encoder_config": "audio"}
+#: Sections of processor_config.json for audio.
+_AUDIO_SECTIONS = ("feature_extractor", "audio_processor")
 _SOUNDS = re.compile(r"^(thinker\.)?(model\.)?(audio_tower|embed_audio)\.")
 
 
@@ -64,6 +72,8 @@ class MmprojCheckpoint(ConvertedFolder):
         self.paths = sorted({tensor.path for tensor in files.values()})
         try:
             sources = find_sources(files, Config(values))
+            read = partial(_values, sources)
+            found = {media: (family, replace(c, read=read)) for media, (family, c) in found.items()}
             self.tensors = _tensors(sources, found) | _rows(folder, sources, found)
             metadata = _keys(folder, found) | {"general.size_label": size_label(self.tensors)}
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
@@ -84,9 +94,9 @@ def _families(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[Projec
     """
     kind = str(values.get("model_type"))
     config = CheckpointSettings(values, defaults=DEFAULTS.get(kind), names=NAMES.get(kind, ()))
-    config.skip("vision_config", "audio_config", *TEXT_SECTIONS)
+    config.skip(*SECTIONS, *TEXT_SECTIONS)
     found: dict[str, tuple[Projector, EncoderCheckpoint]] = {}
-    for media, section in (("image", "vision_config"), ("audio", "audio_config")):
+    for section, media in SECTIONS.items():
         if not isinstance(inner := values.get(section), dict):
             continue
         inner_type = inner.get("model_type")
@@ -127,9 +137,11 @@ def _processor(folder: Path, kind: str, media: str) -> CheckpointSettings:
 
     As in transformers, a section of processor_config.json replaces preprocessor_config.json.
     """
-    section = "image_processor" if media == "image" else "feature_extractor"
     file = "processor_config.json"
-    values = read_json(folder / file).get(section)
+    sections = ("image_processor",) if media == "image" else _AUDIO_SECTIONS
+    processors = read_json(folder / file)
+    section = next((name for name in sections if isinstance(processors.get(name), dict)), sections[0])
+    values = processors.get(section)
     if not isinstance(values, dict):
         file, section = "preprocessor_config.json", "media_proc_cfg"  # a section of Kimi's
         values = read_json(folder / file)
@@ -193,7 +205,7 @@ def _tensors(
     found: dict[str, CheckpointTensor] = {}
     for name, source in sources.items():
         media = "audio" if _SOUNDS.search(name) or "image" not in families else "image"
-        if _OTHERS.search(name) or media not in families or name.endswith((".inv_freq", "position_ids")):
+        if _OTHERS.search(name) or media not in families or name.endswith(_COMPUTED):
             continue
         of = *families[media], names[media]
         for ours, array in _changed(name, placeholder(source.shape, empty_row(source.type)), *of).items():
@@ -206,6 +218,10 @@ def _tensors(
             type = source.type if keeps and is_half else GGMLType.F32
             found[ours] = CheckpointTensor(ours, array.shape, type, read)
     return found
+
+
+def _values(sources: Mapping[str, Source], name: str) -> Array:
+    return floats(sources[name].values())
 
 
 def _rows(

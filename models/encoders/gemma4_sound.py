@@ -19,7 +19,7 @@ from localllm.kernels.graph import KVCache, Rope, Rows, Tensor, Weight
 from localllm.models.blocks import Layer, add, norm
 from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, require_same
 from localllm.models.encoders.gemma4 import BOUNDS, clamped_linear
-from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved
+from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved, mel_filters, mel_spectrogram
 from localllm.models.encoders.whisper import SoundModel
 from localllm.models.hf_convert import SILU, Array, implied
 from localllm.models.weights import FloatView, floats
@@ -252,15 +252,9 @@ def log_mel(samples: Samples, n_mels: int) -> Pixels:
     """
     n = max(1, (len(samples) - 1) // HOP)
     padded = np.pad(samples.astype(np.float64), (_FRAME // 2, _FRAME))
-    frames = np.lib.stride_tricks.sliding_window_view(padded, _FRAME)[::HOP][:n]
-    mels = np.linspace(0, 2595 * np.log10(1 + RATE / 2 / 700), n_mels + 2)
-    edges = 700 * (10 ** (mels / 2595) - 1)
-    frequencies = np.linspace(0, RATE / 2, _FFT // 2 + 1)[:, None]
-    rising = (frequencies - edges[:-2]) / np.diff(edges)[:-1]
-    falling = (edges[2:] - frequencies) / np.diff(edges)[1:]
-    filters = np.maximum(0, np.minimum(rising, falling))
-    power = np.abs(np.fft.rfft(frames * np.hanning(_FRAME + 1)[:-1].astype(np.float32), _FFT))
-    return np.log(power @ filters + 1e-3).astype(np.float32)
+    window, filters = np.hanning(_FRAME + 1)[:-1].astype(np.float32), mel_filters(n_mels, _FFT, is_htk=True)
+    bands = mel_spectrogram(padded, window, _FFT, n, filters, power=1)
+    return np.log(bands + 1e-3).astype(np.float32)
 
 
 class Gemma4UnifiedSound(SoundModel):

@@ -110,6 +110,14 @@ PROJECTORS: dict[str, Projector] = {
     "gemma4ua": Projector(
         "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"
     ),
+    "granite_speech": Projector(
+        "granite_speech",
+        "GraniteSpeech",
+        "Granite Speech",
+        "granite",
+        "granite_speech granite_speech_plus",
+        kind="audio",
+    ),
     "qwen3a": Projector(
         "qwen3a", "Qwen3Sound", "Qwen 3 ASR, Qwen 3 Omni", "qwen3 qwen3vl qwen3vlmoe", "qwen3_asr", kind="audio"
     ),

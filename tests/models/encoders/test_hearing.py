@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -239,6 +239,60 @@ class Qwen3ASR:
         self.model.save_pretrained(folder)
 
 
+class GraniteSpeech:
+    """Also the class of Granite Speech Plus, which uses outputs of further layers."""
+
+    #: Less than a Fourier transform, and several blocks with an incomplete last one.
+    seconds = (0.01, 1.93)
+    model_class = transformers.GraniteSpeechForConditionalGeneration
+    config_class = transformers.GraniteSpeechConfig
+    tapped: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        encoder = {"num_layers": 4, "hidden_dim": 64, "num_heads": 2, "feedforward_mult": 2, "output_dim": 42}
+        encoder |= {"context_size": 20, "max_pos_emb": 24, "conv_kernel_size": 5}
+        former = {"model_type": "blip_2_qformer", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+        former |= {"intermediate_size": 80, "cross_attention_frequency": 1}
+        former |= {"encoder_hidden_size": 64 * (1 + len(self.tapped.get("cat_hidden_layers", ())))}
+        config = self.config_class(
+            encoder_config=encoder | self.tapped,
+            projector_config=former,
+            # transformers 5.24 does not divide logits by logits_scaling here, as it does in other Granite models.
+            text_config=TEXT | {"model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 1.0},
+            audio_token_id=7,
+            has_lora_adapter=False,
+        )
+        self.model = random_model(self.model_class(config))
+        for name, buffer in self.model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
+
+    def features(self, samples: Samples) -> Any:
+        return self.model.get_audio_features(mel_of_granite(samples)).pooler_output[0]
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+
+class GraniteSpeechPlus(GraniteSpeech):
+    model_class = transformers.GraniteSpeechPlusForConditionalGeneration
+    config_class = transformers.GraniteSpeechPlusConfig
+    tapped: ClassVar[dict[str, Any]] = {"cat_hidden_layers": [0, 2, 3]}
+
+
+def mel_of_granite(samples: Samples) -> Any:
+    """Return the features of transformers' extractor, which needs torchaudio: [1, n, 160]."""
+    from transformers.audio_utils import mel_filter_bank
+
+    samples = np.pad(samples, (0, max(0, 512 - len(samples))))
+    window = torch.nn.functional.pad(torch.hann_window(400), (56, 56))
+    spectra = torch.stft(torch.from_numpy(samples), 512, 160, window=window, return_complex=True).abs() ** 2
+    filters = mel_filter_bank(257, 80, 0.0, 8000.0, RATE, norm=None, mel_scale="htk")
+    mel = (spectra.T @ torch.from_numpy(filters).float()).clip(min=1e-10).log10()
+    mel = torch.maximum(mel, mel.max() - 8) / 4 + 1
+    return mel[: len(mel) // 2 * 2].reshape(1, -1, 160)
+
+
 class Gemma4Unified:
     """transformers' model, which also sees."""
 
@@ -301,6 +355,8 @@ class Gemma4(Gemma4Unified):
 FAMILIES: dict[str, Any] = {
     "gemma4a": Gemma4,
     "gemma4ua": Gemma4Unified,
+    "granite_speech": GraniteSpeech,
+    "granite_speech plus": GraniteSpeechPlus,
     "musicflamingo": AudioFlamingo,
     "qwen2.5o audio": Qwen25Omni,
     "qwen2a": Qwen2Audio,
@@ -460,4 +516,5 @@ def test_audio_tokens_have_consecutive_positions() -> None:
 
 
 def test_all_families_are_compared() -> None:
-    assert {*FAMILIES} == {name for name, projector in PROJECTORS.items() if projector.kind == "audio"}
+    known = {name for name, projector in PROJECTORS.items() if projector.kind == "audio"}
+    assert {*FAMILIES} - {"granite_speech plus"} == known
