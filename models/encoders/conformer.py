@@ -1,7 +1,7 @@
 """Conformers (arXiv:2005.08100): each layer is half an MLP, attention, a convolution along the rows, and half an MLP.
 
 Scores of attention depend on the distance of two rows: a model adds the product of the query and a vector of the
-distance (arXiv:1803.02155, arXiv:1901.02860). Over all distances, this product is a sum of waves. A wave of the
+distance (arXiv:1803.02155). Over all distances, this product is a sum of waves. A wave of the
 distance is the product of two values that are rotated by position: the query's coefficient, and a constant of the
 key. So attention with longer heads computes the same scores.
 """
@@ -37,7 +37,7 @@ def rounded_up(n: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class HeadsRepeated(WeightView):
-    """A matrix of queries [n_heads * dim, n_in] in which the rows of each head appear twice."""
+    """A matrix of queries [n_heads * dim, n_in] with the rows of each head repeated once."""
 
     n_heads: int
 
@@ -65,22 +65,6 @@ class HeadsAfterZeros(WeightView):
     def data(self) -> NDArray[np.uint8]:
         heads = self.whole.data.reshape(self.n_heads, -1, self.whole.data.shape[-1])
         return np.pad(heads, ((0, 0), (_ROOM, 0), (0, 0))).reshape(self.shape[0], -1)
-
-
-@dataclass(frozen=True, eq=False)
-class QueryBias(FloatView):
-    """The bias of `HeadsRepeated`: of each head, values for the scores by distance, and values for other scores."""
-
-    by_distance: Weight  # [n_heads, dim], like the other one
-    bias: Weight | None  # [n_heads * dim], added to both
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (2 * self.whole.shape[0] * self.whole.shape[1],)
-
-    def values(self) -> NDArray[np.float32]:
-        both = np.stack([floats(self.by_distance), floats(self.whole)], axis=1)
-        return both if self.bias is None else both + floats(self.bias).reshape(both.shape[0], 1, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,40 +130,6 @@ class WavesOfTable(FloatView):
         return Rope(angles, False, axes=(1,) * len(angles))
 
 
-@dataclass(frozen=True, eq=False)
-class WavesOfSinusoids(FloatView):
-    """Matrices [n_heads, n, dim] from a query to coefficients of waves, for projected sinusoids of distances.
-
-    ``whole`` [n_heads * dim, n] is the projection. Its input alternates sines and cosines.
-    """
-
-    n_heads: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.n_heads, self.whole.shape[1], self.whole.shape[0] // self.n_heads
-
-    def values(self) -> NDArray[np.float32]:
-        pairs = floats(self.whole).reshape(self.n_heads, -1, self.whole.shape[1] // 2, 2).transpose(3, 0, 2, 1)
-        return np.concatenate([pairs[1], -pairs[0]], axis=1)
-
-    @property
-    def rope(self) -> Rope:
-        n = self.whole.shape[1]
-        return Rope(np.exp(-np.log(10_000) * np.arange(0, n, 2) / n).astype(np.float32), False)
-
-
-@dataclass(frozen=True, eq=False)
-class FoldedBias(FloatView):
-    """The bias of a convolution and a batch norm: scale * whole + bias."""
-
-    scale: Weight
-    bias: Weight
-
-    def values(self) -> NDArray[np.float32]:
-        return floats(self.whole) * floats(self.scale) + floats(self.bias)
-
-
 class Conformer(SoundModel):
     def layer(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
         x = self.half_mlp(at, x, "")
@@ -215,17 +165,15 @@ class Conformer(SoundModel):
         # llama.cpp's converter, with its package gguf, writes the other name for Granite Speech.
         name = "conv_norm_var" if "conv_norm_var.weight" in w else "conv_norm"
         scale, bias = w.require(f"{name}.weight", n), w.require(f"{name}.bias", n)
-        before = w.find("conv_dw.bias", n)
-        kernel = RowsScaled(w.require("conv_dw.weight", n, size), scale)
-        return kernel, bias if before is None else FoldedBias(before, scale, bias)
+        return RowsScaled(w.require("conv_dw.weight", n, size), scale), bias
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
-    def waves(self, w: Weights) -> WavesOfTable | WavesOfSinusoids:
+    def waves(self, w: Weights) -> WavesOfTable:
         """Return the matrices of a layer from queries to coefficients of waves. ``w`` may be of any layer."""
         raise NotImplementedError
 
-    def read_waves(self) -> None:
+    def check_heads(self) -> None:
         """Check the number of layers and the sizes of heads."""
         if not self.n_layers or self.head_dim % 32:
             raise ModelError("the audio encoder's sizes are missing or not supported: the file is broken")
@@ -237,11 +185,10 @@ class Conformer(SoundModel):
     def attend(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
         y, w, d, n_heads = self.norm(at, "ln1", x), at.weights, self.n_embd, self.n_heads
         query, key, value = (w.matrix(f"attn_{name}", d, d) for name in "qkv")
-        query_bias: Weight | None = None
-        if (u := w.find("pos_bias_u", n_heads, self.head_dim)) is not None:
-            query_bias = QueryBias(u, w.require("pos_bias_v", n_heads, self.head_dim), query.bias)
+        if query.bias is not None:
+            raise ModelError("the audio encoder has biases of queries, which its architecture lacks: a broken file")
         key_bias = KeyBias(key.weight, n_heads, key.bias)
-        q = at.add(ops.Linear(y, Matrix(HeadsRepeated(query.weight, n_heads), query_bias)))
+        q = at.add(ops.Linear(y, Matrix(HeadsRepeated(query.weight, n_heads))))
         k = at.add(ops.Linear(y, Matrix(HeadsAfterZeros(key.weight, n_heads), key_bias)))
         waves = self.waves(w)
         q = at.add(ops.HeadLinear(q, waves))

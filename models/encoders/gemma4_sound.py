@@ -17,6 +17,7 @@ from localllm.errors import ModelError
 from localllm.kernels import operations as ops
 from localllm.kernels.graph import KVCache, Rope, Rows, Tensor, Weight
 from localllm.models.blocks import Layer, add, norm
+from localllm.models.encoders.conformer import Conformer
 from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, require_same
 from localllm.models.encoders.gemma4 import BOUNDS, clamped_linear
 from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved, mel_filters, mel_spectrogram
@@ -152,10 +153,11 @@ class WithRoom(FloatView):
         return np.broadcast_to(matrix, self.shape)
 
 
-class Gemma4Sound(SoundModel):
+class Gemma4Sound(Conformer):
     """A conformer with rows of 40 ms, after two convolutions that numpy computes."""
 
     marker = "<|audio|>"
+    rms = True
 
     def read(self) -> None:
         self.n_mels = self.number("num_mel_bins")
@@ -192,9 +194,7 @@ class Gemma4Sound(SoundModel):
     def cache(self) -> KVCache:
         return self.graph.kv_cache(self.n_heads, self.head_dim + 32, self.head_dim)
 
-    def layer(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
-        """Record one layer: half an MLP, attention, a convolution, and half an MLP."""
-        x = self.half_mlp(at, x, "")
+    def attend(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
         y, w, dim = norm(at, "attn_pre_norm", x), at.weights, self.head_dim
         q, k, v = (clamped_linear(at, y, name, self.n_embd) for name in ("attn_q", "attn_k", "attn_v"))
         relative, scale = w.require("attn_k_rel.weight", self.n_embd, self.n_embd), w.vector("per_dim_scale", dim)
@@ -202,16 +202,14 @@ class Gemma4Sound(SoundModel):
         k = at.add(ops.Add(at.add(ops.HeadLinear(k, WithRoom(relative, self.n_heads, dim))), self.ones))
         q = at.add(ops.RopeAppend(q, k, v, cache, rope))
         y = clamped_linear(at, at.add(ops.Attention(q, cache, 1.0, _WINDOW, 50.0)), "attn_out", self.n_embd)
-        x = add(at, norm(at, "attn_post_norm", y), x)
+        return add(at, norm(at, "attn_post_norm", y), x)
+
+    def convolution(self, at: Layer, x: Tensor) -> Tensor:
         y = clamped_linear(at, norm(at, "conv_norm", x), "conv_pw1", 2 * self.n_embd)
-        up, gate = (at.add(ops.Columns(y, columns)) for columns in (range(self.n_embd), range(self.n_embd, y.width)))
-        kernel = w.require("conv_dw.weight", self.n_embd, 5)
-        y = at.add(
-            ops.CausalConv(at.add(ops.Gated(gate, up, "sigmoid")), kernel, at.graph.state("conv", 4, self.n_embd))
-        )
+        kernel = at.weights.require("conv_dw.weight", self.n_embd, 5)
+        y = at.add(ops.CausalConv(self.gated(at, y), kernel, at.graph.state("conv", 4, self.n_embd)))
         y = at.add(ops.Activation(norm(at, "norm_conv", y), "silu"))
-        x = add(at, clamped_linear(at, y, "conv_pw2", self.n_embd), x)
-        return norm(at, "ln2", self.half_mlp(at, x, "_1"))
+        return add(at, clamped_linear(at, y, "conv_pw2", self.n_embd), x)
 
     def half_mlp(self, at: Layer, x: Tensor, which: str) -> Tensor:
         y = clamped_linear(at, norm(at, f"ffn_norm{which}", x), f"ffn_up{which}", self.n_ff)

@@ -100,7 +100,7 @@ class GraniteSpeech(Conformer):
 
     def read(self) -> None:
         number, n = self.number, self.n_layers
-        self.read_waves()
+        self.check_heads()
         self.n_mels, self.side, self.max_distance = (
             number("num_mel_bins"),
             number("chunk_size"),

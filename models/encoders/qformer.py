@@ -1,5 +1,5 @@
 """Q-Formers (arXiv:2301.12597), whose queries attend to the rows of their window. A window and its queries are
-neighbouring rows of one sequence; flags tell them apart.
+neighbouring rows of one sequence, and flags mark both kinds of rows.
 """
 
 from __future__ import annotations
