@@ -67,7 +67,7 @@ _MEDIA = """
     query_num resampler_attn_implementation scale_resolution slice_config slice_mode spatial_merge_size
     use_image_id visual
 """
-_MEDIA_PATTERN = r"(audio|image|mm|video|vision)_.*"
+_MEDIA_PATTERN = r"(audio|image|mm|speech|video|vision)_.*"
 
 
 def _matcher(names: str, pattern: str) -> Callable[[str], object]:

@@ -48,12 +48,12 @@ _NAMES = {
 #: Tensors of the text model, and audio tensors in models for images.
 _OTHERS = re.compile(
     r"^(thinker\.)?(model\.)?(language_model|text_model|layers|norm|embed_tokens)\b"
-    r"|^(thinker\.)?(lm_head|mtp|llm|apm|tts|audio_projection_layer|talker|token2wav|code2wav)\."
+    r"|^(thinker\.)?(lm_head|mtp|llm|text_decoder|apm|tts|audio_projection_layer|talker|token2wav|code2wav)\."
 )
 #: Ends of the names of tensors that are computed, or counted in training.
 _COMPUTED = (".inv_freq", "position_ids", ".num_batches_tracked")
 #: Kinds of encoders, and their sections of config.json.
-SECTIONS = {"vision_config": "image", "audio_config": "audio", "encoder_config": "audio"}
+SECTIONS = {"vision_config": "image", "audio_config": "audio", "encoder_config": "audio", "speech_config": "audio"}
 #: Sections of processor_config.json for audio.
 _AUDIO_SECTIONS = ("feature_extractor", "audio_processor")
 _SOUNDS = re.compile(r"^(thinker\.)?(model\.)?(audio_tower|embed_audio)\.")

@@ -110,6 +110,7 @@ PROJECTORS: dict[str, Projector] = {
     "gemma4ua": Projector(
         "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"
     ),
+    "glma": Projector("whisper", "GlmASR", "GLM-ASR", "llama", "glmasr", kind="audio"),
     "granite_speech": Projector(
         "granite_speech",
         "GraniteSpeech",
@@ -121,6 +122,7 @@ PROJECTORS: dict[str, Projector] = {
     "qwen3a": Projector(
         "qwen3a", "Qwen3Sound", "Qwen 3 ASR, Qwen 3 Omni", "qwen3 qwen3vl qwen3vlmoe", "qwen3_asr", kind="audio"
     ),
+    "meralion": Projector("whisper", "MERaLiON", "MERaLiON 2", "gemma2", "meralion2", kind="audio"),
     "musicflamingo": Projector(
         "whisper", "AudioFlamingo", "Audio Flamingo 3", "qwen2", "audioflamingo3", kind="audio"
     ),

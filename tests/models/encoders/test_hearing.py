@@ -109,6 +109,31 @@ class AudioFlamingo:
         self.model.save_pretrained(folder)
 
 
+class GlmASR:
+    #: Less than a token, a number of rows that is not a multiple of four, and several pieces.
+    seconds = (0.01, 0.335, 30.5)
+
+    def __init__(self) -> None:
+        audio = {"num_mel_bins": 80, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
+        text = TEXT | {"model_type": "llama"}
+        config = transformers.GlmAsrConfig(
+            audio_config=audio | {"num_attention_heads": 4}, text_config=text, audio_token_id=7
+        )
+        self.model = random_model(transformers.GlmAsrForConditionalGeneration(config))
+
+    def features(self, samples: Samples) -> Any:
+        size = 30 * RATE
+        samples = np.pad(samples, (0, max(0, 1280 - len(samples))))
+        pieces = [samples[i : i + size] for i in range(0, len(samples), size)]
+        extractor = transformers.WhisperFeatureExtractor(feature_size=80)
+        options = {"padding": "max_length", "return_attention_mask": True, "return_tensors": "pt"}
+        seen = extractor(pieces, sampling_rate=RATE, **options)
+        return self.model.get_audio_features(seen["input_features"], seen["attention_mask"]).pooler_output
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+
 class Qwen2Audio(AudioFlamingo):
     model_class = transformers.Qwen2AudioForConditionalGeneration
     config_class = transformers.Qwen2AudioConfig
@@ -155,6 +180,49 @@ class Qwen25Omni:
         self.model.save_pretrained(folder)
         processor_of("qwen2.5o").save_pretrained(folder)
         as_qwen_omni(folder)
+
+
+class MERaLiON:
+    """Whisper's encoder, an adapter, and Gemma 2; transformers lacks this model."""
+
+    seconds = (0.31, 1.9)
+
+    def __init__(self) -> None:
+        self.config = transformers.WhisperConfig(
+            **WHISPER,
+            d_model=64,
+            encoder_layers=2,
+            encoder_attention_heads=4,
+            encoder_ffn_dim=96,
+            decoder_attention_heads=4,
+        )
+        text = TEXT | {"query_pre_attn_scalar": 12, "sliding_window": 64}
+        self.model = random_model(transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**text)))
+        parts = {"mlp_adapter.0": (5 * 64, 80), "gate_proj": (80, 80), "pool_proj": (80, 80), "out_proj": (80, 48)}
+        self.parts = {name: random_model(torch.nn.Linear(*sizes)) for name, sizes in parts.items()}
+        self.encoder = random_model(transformers.WhisperModel(self.config).encoder)
+        self.norm = random_model(torch.nn.LayerNorm(64))
+
+    def features(self, samples: Samples) -> Any:
+        mel = mel_of_whisper(samples, 80, pad_to_multiple_of=2 * N_POSITIONS * 160)
+        x = self.encoder(mel.reshape(80, -1, 2 * N_POSITIONS).transpose(0, 1)).last_hidden_state
+        x = self.parts["mlp_adapter.0"](self.norm(x).reshape(-1, 5 * 64))
+        silu = torch.nn.functional.silu
+        x = silu(x)
+        return self.parts["out_proj"](silu(self.parts["gate_proj"](x)) * self.parts["pool_proj"](x))
+
+    def save(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        tensors = {f"text_decoder.{k}": v for k, v in self.model.state_dict().items() if k != "lm_head.weight"}
+        tensors |= {f"speech_encoder.{k}": v for k, v in self.encoder.state_dict().items()}
+        tensors |= {f"ln_speech.{k}": v for k, v in self.norm.state_dict().items()}
+        for name, part in self.parts.items():
+            tensors |= {f"speech_audio_adapter.{name}.{k}": v for k, v in part.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors")
+        values = {"model_type": "meralion2", "speech_config": self.config.to_dict(), "speech_mlp_scale_factor": 5}
+        values |= {"text_config": self.model.config.to_dict(), "architectures": ["MERaLiON2ForConditionalGeneration"]}
+        (folder / "config.json").write_text(json.dumps(values | {"speech_token_index": 7}))
 
 
 class Ultravox:
@@ -355,8 +423,10 @@ class Gemma4(Gemma4Unified):
 FAMILIES: dict[str, Any] = {
     "gemma4a": Gemma4,
     "gemma4ua": Gemma4Unified,
+    "glma": GlmASR,
     "granite_speech": GraniteSpeech,
     "granite_speech plus": GraniteSpeechPlus,
+    "meralion": MERaLiON,
     "musicflamingo": AudioFlamingo,
     "qwen2.5o audio": Qwen25Omni,
     "qwen2a": Qwen2Audio,
