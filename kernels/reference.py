@@ -510,7 +510,7 @@ class _Run:
         x, weight = self.values[op.x], self.arrays[op.weight]
         kernel, y = weight.shape[1], np.empty_like(x)
         for start, stop, state in self._states(op.state):
-            inputs = np.concatenate([state, x[start:stop]])
+            inputs = np.concatenate([state, x[start:stop], np.zeros((op.ahead, x.shape[1]), np.float32)])[op.ahead :]
             y[start:stop] = sum(weight[:, j] * inputs[j : j + stop - start] for j in range(kernel))
             state[:] = inputs[len(inputs) - kernel + 1 :]
         if op.bias is not None:

@@ -149,7 +149,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "falcon-h1": Architecture("falcon_h1", "Falcon-H1", "falcon_h1"),
     "gemma": Architecture("gemma", "Gemma", "gemma"),
     "gemma-embedding": Architecture("gemma3", "EmbeddingGemma", "gemma3_text", is_encoder=True),
-    "gemma2": Architecture("gemma2", "Gemma 2", "gemma2"),
+    "gemma2": Architecture("gemma2", "Gemma 2", "gemma2 meralion2"),
     "gemma3": Architecture("gemma3", "Gemma 3", "gemma3 gemma3_text"),
     "gemma3n": Architecture("gemma3n", "Gemma 3n", "gemma3n gemma3n_text"),
     "gemma4": Architecture("gemma4", "Gemma 4", "gemma4 gemma4_text gemma4_unified"),
@@ -160,7 +160,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture("gpt_oss", "gpt-oss", "gpt_oss"),
     "gpt2": Architecture("gpt2", "GPT-2", "gpt2"),
     "gptneox": Architecture("gptneox", "GPT-NeoX, Pythia", "gpt_neox"),
-    "granite": Architecture("granite", "Granite 3 and 4, dense", "granite granite4_vision granite4_vision_text"),
+    "granite": Architecture(
+        "granite",
+        "Granite 3 and 4, dense",
+        "granite granite4_vision granite4_vision_text granite_speech granite_speech_plus",
+    ),
     "granite_swa": Architecture(
         "granite", "Granite with windows, dense and with experts", "granite_swa granitemoe_swa"
     ),
@@ -196,7 +200,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         "llama",
         "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM, IQuest-Coder",
-        "llama iquestcoder mistral mixtral internlm3 minicpmv/None minicpmv/2.5 minicpmv/4.0",
+        "llama iquestcoder mistral mixtral internlm3 minicpmv/None minicpmv/2.5 minicpmv/4.0 glmasr",
     ),
     "llama-embed": Architecture(
         "llama", "Llama-Embed-Nemotron, as embedding model", "llama_bidirec", is_encoder=True

@@ -102,7 +102,7 @@ def _suffix(theirs: str, ours: str) -> str:
 
 def without_wrappers(name: str) -> str:
     """Return a tensor's name without the prefixes of models with images or with a task."""
-    name = re.sub(r"(^|\.)(thinker|language_model|text_model|bert|roberta|llm)\.", r"\1", name)
+    name = re.sub(r"(^|\.)(thinker|language_model|text_model|text_decoder|bert|roberta|llm)\.", r"\1", name)
     name = re.sub(r"^midlayer\.", "layers.0.", name)  # in some EAGLE-3 drafters
     name = re.sub(r"^(model\.layers|rwkv\.blocks)\.0\.(pre_norm|pre_ln)\.", "pre_norm.", name)  # in RWKV
     name = re.sub(r"(?<=LayerNorm\.)(gamma|beta)$", lambda norm: _NORMS[norm[1]], name)

@@ -680,7 +680,7 @@ class CPULowering:
             recurrent.causal_conv, 1, N_TOKENS,
             **shared, x=x.buffer, stride=x.stride, weight=self.weights.vector(op.weight),
             bias=self.weights.vector(op.bias), y=y.buffer,
-            constants={"KERNEL": kernel, "SILU": op.silu, "BIAS": op.bias is not None},
+            constants={"KERNEL": kernel, "SILU": op.silu, "BIAS": op.bias is not None, "AHEAD": op.ahead},
         )  # fmt: skip
         self.call(recurrent.keep_inputs, 1, N_SEQUENCES, **shared, x=x.buffer, stride=x.stride, n_rows=kernel - 1)
         return y

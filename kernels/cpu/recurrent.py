@@ -28,7 +28,7 @@ def rows_of(sequence, starts):
 
 @kernel
 def causal_conv(begin, end, starts, positions, slots, states, state_bytes, x, stride, weight, bias, y, state_stride):
-    """y[t] = sum over j of weight[j] * x[t - KERNEL + 1 + j], in each column of x; a unit is a token.
+    """y[t] = sum over j of weight[j] * x[t + AHEAD - KERNEL + 1 + j], in each column of x; a unit is a token.
 
     starts: int32, first row of each sequence.  positions: int32 [T].  slots: int32, slot of each sequence. states:
     float32 [n_slots, KERNEL - 1, columns], the inputs before the batch, with ``state_stride`` bytes per row. This
@@ -49,14 +49,18 @@ def causal_conv(begin, end, starts, positions, slots, states, state_bytes, x, st
                 w[j] = load_f32x16(weight + stride * j + column)
                 inputs[j] = zero_f32x16()
             for j in static_range(KERNEL - 1):
-                row = first - KERNEL + 1 + j
-                if row >= start:
+                row = first + AHEAD - KERNEL + 1 + j
+                if row >= stop:
+                    inputs[j] = zero_f32x16()
+                elif row >= start:
                     inputs[j] = load_f32x16(x + row * stride + column)
                 elif row >= start - n_before:
                     inputs[j] = load_f32x16(state + state_stride * (row - start + KERNEL - 1) + column)
             for token in range(first, last):
                 offset = token * stride + column
-                inputs[KERNEL - 1] = load_f32x16(x + offset)
+                inputs[KERNEL - 1] = zero_f32x16()
+                if token + AHEAD < stop:
+                    inputs[KERNEL - 1] = load_f32x16(x + offset + stride * AHEAD)
                 total = zero_f32x16()
                 if BIAS:
                     total = load_f32x16(bias + column)

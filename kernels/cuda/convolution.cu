@@ -7,7 +7,9 @@
 
 constexpr int CONV_THREADS = 128, CONV_TOKENS = 32;
 
-// y[t] = bias + sum over j of weight[j] * x[t - KERNEL + 1 + j], then silu, for n columns of x.
+// y[t] = bias + sum over j of weight[j] * x[t + AHEAD - KERNEL + 1 + j], then silu, for n columns of x.
+//
+// With AHEAD, sequences are complete: inputs after a sequence are zeros.
 //
 // Grid: (blocks of 128 columns, sequences at once, blocks of 32 tokens).  weight: [KERNEL, stride], bias: or null.
 // states: [KERNEL - 1, n] of a slot, the inputs before the batch.
@@ -27,17 +29,18 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
 #pragma unroll
     for (int j = 0; j < KERNEL; j++) w[j] = weight[(size_t)j * x_stride + column];
     const auto input = [&](int token) {
+      if (AHEAD && token >= stop) return 0.0f;
       if (token >= start) return x[(size_t)token * x_stride + column];
       return goes_on ? state[(size_t)(token - start + KERNEL - 1) * n] : 0.0f;
     };
 #pragma unroll
-    for (int j = 0; j < KERNEL - 1; j++) inputs[j] = input(first - (KERNEL - 1) + j);
+    for (int j = 0; j < KERNEL - 1; j++) inputs[j] = input(first + AHEAD - (KERNEL - 1) + j);
     if (blockIdx.z == 0) {  // only these blocks read the old state, and may write the new one
 #pragma unroll 1
       for (int j = 0; j < KERNEL - 1; j++) state[(size_t)j * n] = input(stop - (KERNEL - 1) + j);
     }
     for (int token = first; token < min(first + CONV_TOKENS, stop); token++) {
-      inputs[KERNEL - 1] = x[(size_t)token * x_stride + column];
+      inputs[KERNEL - 1] = AHEAD ? input(token + AHEAD) : x[(size_t)token * x_stride + column];
       float total = bias ? bias[column] : 0.0f;
 #pragma unroll
       for (int j = 0; j < KERNEL; j++) total = fmaf(inputs[j], w[j], total);

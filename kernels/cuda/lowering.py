@@ -838,7 +838,7 @@ class CUDALowering:
             "causal conv", "convolution", "causal_conv", op.state, 2 * x.bytes_of(1),
             lambda n: (-(-x.width // _CONV_COLUMNS), min(n, _MAX_SEQUENCES), -(-n // _CONV_TOKENS)), _CONV_COLUMNS,
             x=x, n=x.width, weight=self.weights.vector(op.weight), bias=self.weights.vector(op.bias), silu=op.silu,
-            y=y.buffer, operands=[y], defines={"KERNEL": op.state.shape[0] + 1},
+            y=y.buffer, operands=[y], defines={"KERNEL": op.state.shape[0] + 1, "AHEAD": op.ahead},
         )  # fmt: skip
         return y
 

@@ -17,6 +17,9 @@ class CausalConv(Operation[Tensor]):
 
     y[t] = activation(sum over j of weight[:, j] * x[t - kernel + 1 + j] + bias), with weight [n, kernel] and zeros
     before the sequence. ``state`` [kernel - 1, n] keeps the last inputs. Source: Mamba, arXiv:2312.00752.
+
+    With ``ahead``, the kernel also applies to this number of later tokens: y[t] is the sum over x[t + ahead - kernel
+    + 1 + j], with zeros after the sequence. The whole sequence must then be in one batch.
     """
 
     x: Tensor
@@ -24,6 +27,7 @@ class CausalConv(Operation[Tensor]):
     state: RecurrentState
     bias: Weight | None = None
     silu: bool = False
+    ahead: int = 0
     float_columns = ("weight",)
 
     @cached_property
@@ -33,6 +37,8 @@ class CausalConv(Operation[Tensor]):
         n, kernel = self.x.width, self.weight.shape[1]
         if not 2 <= kernel <= MAX_CONV:
             raise KernelError(f"a convolution needs kernels of 2 to {MAX_CONV} values, not of {kernel}")
+        if not 0 <= self.ahead < kernel:
+            raise KernelError(f"a kernel of {kernel} values cannot apply to {self.ahead} later tokens")
         g.check_shape(self.weight, n, kernel)
         g.check_shape(self.bias, n)
         if self.state.shape != (kernel - 1, n):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +48,16 @@ _NAMES = {
 #: Tensors of the text model, and audio tensors in models for images.
 _OTHERS = re.compile(
     r"^(thinker\.)?(model\.)?(language_model|text_model|layers|norm|embed_tokens|hc_head)\b"
-    r"|^(thinker\.)?(lm_head|mtp|llm|apm|tts|audio_projection_layer|talker|token2wav|code2wav)\."
+    r"|^(thinker\.)?(lm_head|mtp|llm|text_decoder|apm|tts|audio_projection_layer|talker|token2wav|code2wav)\."
 )
+#: Ends of the names of tensors that are computed, or counted in training.
+_COMPUTED = (".inv_freq", "position_ids", ".num_batches_tracked")
+#: Kinds of encoders, and their sections of config.json.
+SECTIONS = {"vision_config": "image", "audio_config": "audio", "encoder_config": "audio", "speech_config": "audio"}
 #: Sections of preprocessor_config.json of Kimi and of Dots 3 Note.
 _PROCESSOR_SECTIONS = ("media_proc_cfg", "vision_config")
+#: Sections of processor_config.json for audio.
+_AUDIO_SECTIONS = ("feature_extractor", "audio_processor")
 #: Tensors of numbered experts, which are stacked to one tensor in GGUF files.
 _EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 _SOUNDS = re.compile(r"^(thinker\.)?(model\.)?(audio_tower|embed_audio|audio_encoder)\.")
@@ -68,6 +76,8 @@ class MmprojCheckpoint(ConvertedFolder):
         self.paths = sorted({tensor.path for tensor in files.values()})
         try:
             sources = find_sources(files, Config(values))
+            read = partial(_values, sources)
+            found = {media: (family, replace(c, read=read)) for media, (family, c) in found.items()}
             self.tensors = _tensors(sources, found) | _rows(folder, sources, found)
             metadata = _keys(folder, found) | {"general.size_label": size_label(self.tensors)}
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
@@ -88,9 +98,9 @@ def _families(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[Projec
     """
     kind = str(values.get("model_type"))
     config = CheckpointSettings(values, defaults=DEFAULTS.get(kind), names=NAMES.get(kind, ()))
-    config.skip("vision_config", "audio_config", *TEXT_SECTIONS)
+    config.skip(*SECTIONS, *TEXT_SECTIONS)
     found: dict[str, tuple[Projector, EncoderCheckpoint]] = {}
-    for media, section in (("image", "vision_config"), ("audio", "audio_config")):
+    for section, media in SECTIONS.items():
         if not isinstance(inner := values.get(section), dict):
             continue
         inner_type = inner.get("model_type")
@@ -131,9 +141,11 @@ def _processor(folder: Path, kind: str, media: str) -> CheckpointSettings:
 
     As in transformers, a section of processor_config.json replaces preprocessor_config.json.
     """
-    section = "image_processor" if media == "image" else "feature_extractor"
     file = "processor_config.json"
-    values = read_json(folder / file).get(section)
+    sections = ("image_processor",) if media == "image" else _AUDIO_SECTIONS
+    processors = read_json(folder / file)
+    section = next((name for name in sections if isinstance(processors.get(name), dict)), sections[0])
+    values = processors.get(section)
     if not isinstance(values, dict):
         file = "preprocessor_config.json"
         values = read_json(folder / file)
@@ -198,7 +210,7 @@ def _tensors(
     experts: dict[str, dict[int, Source]] = {}
     for name, source in sources.items():
         media = "audio" if _SOUNDS.search(name) or "image" not in families else "image"
-        if _OTHERS.search(name) or media not in families or name.endswith((".inv_freq", "position_ids")):
+        if _OTHERS.search(name) or media not in families or name.endswith(_COMPUTED):
             continue
         if number := _EXPERT.search(name):
             experts.setdefault(_EXPERT.sub("", name), {})[int(number[1])] = source
@@ -226,6 +238,10 @@ def _tensors(
 
         found[ours] = CheckpointTensor(ours, (len(parts), *parts[0].shape), parts[0].type, read_all)
     return found
+
+
+def _values(sources: Mapping[str, Source], name: str) -> Array:
+    return floats(sources[name].values())
 
 
 def _rows(

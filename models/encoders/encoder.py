@@ -8,7 +8,7 @@ adjacent in the sequence. The frames of audio are pieces of the audio, and the p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,12 +35,15 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "attention.head_count": (0, 1024),
     "attention.head_count_kv": (0, 1024),
     "block_count": (0, 512),
+    "chunk_size": (1, 1024),
+    "conv_kernel_size": (1, 64),
     "embedding_length": (1, 1 << 16),
     "expert_used_count": (1, 1 << 10),
     "feed_forward_length": (0, 1 << 18),
     "image_max_pixels": (1, 1 << 26),
     "image_min_pixels": (0, 1 << 25),
     "image_size": (1, 8192),
+    "max_pos_emb": (1, 1 << 16),
     "n_wa_pattern": (0, 512),
     "num_mel_bins": (1, 4096),
     "patch_size": (1, 256),
@@ -48,10 +51,13 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "preproc_max_tiles": (1, 256),
     "preproc_min_tiles": (1, 256),
     "projection_dim": (0, 1 << 16),  # 0 if only the projector's tensors contain the width
+    "projector.downsample_rate": (1, 256),
+    "projector.head_count": (1, 1024),
     "projector.query_side": (1, 256),
     "projector.scale_factor": (1, 16),
     "projector.stack_factor": (1, 64),
     "projector.window_side": (1, 256),
+    "projector.window_size": (1, 256),
     "sam.block_count": (1, 512),
     "sam.embedding_length": (1, 1 << 16),
     "sam.head_count": (1, 1024),
@@ -480,6 +486,7 @@ class EncoderCheckpoint:
     vision: Any  # section of config.json for the encoder
     processor: Any  # preprocessor_config.json
     text: Any = None  # configuration of the text model
+    read: Callable[[str], Array] = lambda name: np.zeros(0)  # returns a tensor of the checkpoint, in float32
 
 
 def require(c: EncoderCheckpoint, name: str, value: Any, known: tuple[Any, ...]) -> None:

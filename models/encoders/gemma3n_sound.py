@@ -15,8 +15,8 @@ from localllm.kernels.graph import Weight
 from localllm.models.blocks import Layer
 from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, require, require_same
 from localllm.models.encoders.gemma3n import HF_MEANT, Gemma3nEmbedder, embedder_names
-from localllm.models.encoders.gemma4_sound import Gemma4Sound, htk_filters
-from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved
+from localllm.models.encoders.gemma4_sound import Gemma4Sound
+from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved, mel_filters
 from localllm.models.weights import FloatView, Reshaped, floats
 
 __all__ = ["HF_MEANT", "HF_NAMES", "Gemma3nSound", "hf_keys"]
@@ -63,7 +63,8 @@ class Gemma3nSound(Gemma3nEmbedder, Gemma4Sound):
     marker = "<audio_soft_token>"
     window = 13
     key_scale = 1.0
-    names = ("ln1", "ln2", "layer_pre_norm", "linear_pos")
+    names = ("ln1", "ln2", "linear_pos")
+    last_norm = "layer_pre_norm"
     prefix = "mm.a"
 
     def read(self) -> None:
@@ -77,7 +78,7 @@ class Gemma3nSound(Gemma3nEmbedder, Gemma4Sound):
     def scale(self, at: Layer) -> Weight:
         return Softplus(at.weights.require("per_dim_scale", self.head_dim))
 
-    def kernel(self, at: Layer) -> Weight:
+    def depthwise(self, at: Layer) -> Weight:
         return Reshaped(at.weights.require("conv_dw.weight", self.n_embd, 1, 5), (self.n_embd, 5))
 
     def rows_in_pieces(self, frame: NDArray[Any]) -> Generator[None, None, FrameRows]:
@@ -132,4 +133,5 @@ def log_mel(samples: Samples, n_mels: int) -> Pixels:
     frames = np.concatenate([frames[:, :1] * (1 - 0.97), frames[:, 1:] - 0.97 * frames[:, :-1]], axis=1)
     window = 0.5 * (1 - np.cos(2 * np.pi * np.arange(_FRAME, dtype=np.float32) / _FRAME))
     magnitudes = np.abs(np.fft.rfft(frames * window, _FFT))
-    return np.log(np.maximum(magnitudes @ htk_filters(n_mels, 125, 7600, _FFT), 1e-5)).astype(np.float32)
+    filters = mel_filters(n_mels, _FFT, 125, 7600, is_htk=True).T
+    return np.log(np.maximum(magnitudes @ filters, 1e-5)).astype(np.float32)

@@ -17,9 +17,10 @@ from localllm.errors import ModelError
 from localllm.kernels import operations as ops
 from localllm.kernels.graph import KVCache, Rope, Rows, Tensor, Weight
 from localllm.models.blocks import Layer, add, norm
+from localllm.models.encoders.conformer import Conformer
 from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, require_same
 from localllm.models.encoders.gemma4 import BOUNDS, clamped_linear
-from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved
+from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved, mel_filters, mel_spectrogram
 from localllm.models.encoders.whisper import SoundModel
 from localllm.models.hf_convert import SILU, Array, implied
 from localllm.models.weights import FloatView, floats
@@ -157,15 +158,16 @@ class WithRoom(FloatView):
         return np.broadcast_to(matrix, self.shape)
 
 
-class Gemma4Sound(SoundModel):
+class Gemma4Sound(Conformer):
     """A conformer with rows of 40 ms, after two convolutions that numpy computes."""
 
     marker = "<|audio|>"
+    rms = True
     window = _WINDOW
     #: Factor of keys.
     key_scale = math.log(1 + math.e) / math.log(2)
-    #: Names of the norms before and after attention, of the norm of a layer's output, and of the distances' matrix.
-    names = ("attn_pre_norm", "attn_post_norm", "ln2", "attn_k_rel")
+    #: Names of the norms before and after attention, and of the distances' matrix.
+    names = ("attn_pre_norm", "attn_post_norm", "attn_k_rel")
 
     def read(self) -> None:
         self.n_mels = self.number("num_mel_bins")
@@ -207,17 +209,15 @@ class Gemma4Sound(SoundModel):
         """Return the factors of a query's values, [head_dim]."""
         return at.weights.vector("per_dim_scale", self.head_dim)
 
-    def kernel(self, at: Layer) -> Weight:
+    def depthwise(self, at: Layer) -> Weight:
         """Return the kernel of a layer's convolution, [n_embd, 5]."""
         return at.weights.require("conv_dw.weight", self.n_embd, 5)
 
     def cache(self) -> KVCache:
         return self.graph.kv_cache(self.n_heads, self.head_dim + 32, self.head_dim)
 
-    def layer(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
-        """Record one layer: half an MLP, attention, a convolution, and half an MLP."""
-        x = self.half_mlp(at, x, "")
-        before, after, last, relative_name = self.names
+    def attend(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
+        before, after, relative_name = self.names
         y = norm(at, before, x)
         q, k, v = (clamped_linear(at, y, name, self.n_embd) for name in ("attn_q", "attn_k", "attn_v"))
         relative = at.weights.require(f"{relative_name}.weight", self.n_embd, self.n_embd)
@@ -226,14 +226,14 @@ class Gemma4Sound(SoundModel):
         k = at.add(ops.Add(at.add(ops.HeadLinear(k, room)), self.ones))
         q = at.add(ops.RopeAppend(q, k, v, cache, rope))
         y = clamped_linear(at, at.add(ops.Attention(q, cache, 1.0, self.window, 50.0)), "attn_out", self.n_embd)
-        x = add(at, norm(at, after, y), x)
+        return add(at, norm(at, after, y), x)
+
+    def convolution(self, at: Layer, x: Tensor) -> Tensor:
         y = clamped_linear(at, norm(at, "conv_norm", x), "conv_pw1", 2 * self.n_embd)
-        up, gate = (at.add(ops.Columns(y, columns)) for columns in (range(self.n_embd), range(self.n_embd, y.width)))
         state = at.graph.state("conv", 4, self.n_embd)
-        y = at.add(ops.CausalConv(at.add(ops.Gated(gate, up, "sigmoid")), self.kernel(at), state))
+        y = at.add(ops.CausalConv(self.gated(at, y), self.depthwise(at), state))
         y = at.add(ops.Activation(norm(at, "norm_conv", y), "silu"))
-        x = add(at, clamped_linear(at, y, "conv_pw2", self.n_embd), x)
-        return norm(at, last, self.half_mlp(at, x, "_1"))
+        return add(at, clamped_linear(at, y, "conv_pw2", self.n_embd), x)
 
     def half_mlp(self, at: Layer, x: Tensor, which: str) -> Tensor:
         y = clamped_linear(at, norm(at, f"ffn_norm{which}", x), f"ffn_up{which}", self.n_ff)
@@ -278,23 +278,9 @@ def log_mel(samples: Samples, n_mels: int) -> Pixels:
     """
     n = max(1, (len(samples) - 1) // HOP)
     padded = np.pad(samples.astype(np.float64), (_FRAME // 2, _FRAME))
-    frames = np.lib.stride_tricks.sliding_window_view(padded, _FRAME)[::HOP][:n]
-    magnitudes = np.abs(np.fft.rfft(frames * np.hanning(_FRAME + 1)[:-1].astype(np.float32), _FFT))
-    return np.log(magnitudes @ htk_filters(n_mels, 0, RATE / 2, _FFT) + 1e-3).astype(np.float32)
-
-
-def htk_filters(n_mels: int, low: float, high: float, n_fft: int) -> NDArray[np.float64]:
-    """Return the weight of each frequency of a Fourier transform in each mel band: [n_fft / 2 + 1, n_mels].
-
-    The weights are triangles of height 1 on HTK's scale, from ``low`` to ``high`` Hz.
-    """
-    mels = np.linspace(2595 * math.log10(1 + low / 700), 2595 * math.log10(1 + high / 700), n_mels + 2)
-    edges = 700 * (10 ** (mels / 2595) - 1)
-    frequencies = np.linspace(0, RATE / 2, n_fft // 2 + 1)[:, None]
-    rising = (frequencies - edges[:-2]) / np.diff(edges)[:-1]
-    falling = (edges[2:] - frequencies) / np.diff(edges)[1:]
-    filters: NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling))
-    return filters
+    window, filters = np.hanning(_FRAME + 1)[:-1].astype(np.float32), mel_filters(n_mels, _FFT, is_htk=True)
+    bands = mel_spectrogram(padded, window, _FFT, n, filters, power=1)
+    return np.log(bands + 1e-3).astype(np.float32)
 
 
 class Gemma4UnifiedSound(SoundModel):

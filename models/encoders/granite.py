@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Graph, KVCache, Matrix, Rows, Tensor
-from localllm.kernels.operations import Activation, Attention, Input, Linear, Outputs, RopeAppend, SideBySide
-from localllm.models.blocks import Layer, layer_norm
+from localllm.kernels.graph import Graph, Rows, Tensor
+from localllm.kernels.operations import Input, Outputs, SideBySide
+from localllm.models.blocks import layer_norm
+from localllm.models.encoders import qformer
 from localllm.models.encoders.clip import Llava
 from localllm.models.encoders.encoder import EncoderCheckpoint, EncoderStage, FrameRows, Pixels, require, require_same
-from localllm.models.encoders.sam import WithConstants, WithWaves
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.granite import deepstack_layers
 from localllm.models.hf_convert import GELU_TANH, Array, implied
@@ -25,19 +26,13 @@ from localllm.models.weights import floats
 
 HF_NAMES = ENCODER_NAMES | {"image_newline": "v.image_newline"}
 #: Names of a Q-Former's tensors.
-_NAMES = {
+_NAMES = qformer.NAMES | {
     "image_positions": "img_pos",
     "query": "query",
     "out_linear": "linear",
     "norm": "norm",
     "qformer.layernorm": "post_norm",
-    "intermediate_query.dense": "ffn_up",
-    "output_query.dense": "ffn_down",
-    "output_query.LayerNorm": "ffn_norm",
 }
-for theirs, ours in (("attention", "self_attn"), ("crossattention", "cross_attn")):
-    _NAMES |= {f"{theirs}.attention.{name}": f"{ours}_{name[0]}" for name in ("query", "key", "value")}
-    _NAMES |= {f"{theirs}.output.dense": f"{ours}_out", f"{theirs}.output.LayerNorm": f"{ours}_norm"}
 HF_MEANT = {
     "hidden_act": GELU_TANH,
     "do_center_crop": (),
@@ -45,10 +40,8 @@ HF_MEANT = {
     "vision_feature_select_strategy": ("full",),
 } | implied("projector_dropout qformer_config vision_feature_layer")
 
-#: Width of a Q-Former's heads, and epsilon of its norms.
-_HEAD_DIM, _EPS = 64, 1e-12
-#: Columns of flags: whether a row is a patch or a query.
-_FLAGS = 16
+#: Width of a Q-Former's heads.
+_HEAD_DIM = 64
 
 
 def _projectors(c: EncoderCheckpoint) -> list[tuple[int, str, int, int]]:
@@ -69,7 +62,7 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     require(c, "model_type", vision.get("model_type"), ("siglip_vision_model",))
     require(c, "qformer_config.num_hidden_layers", former["num_hidden_layers"], (1,))
     require(c, "qformer_config.hidden_act", former.get("hidden_act", "gelu"), ("gelu",))
-    require(c, "qformer_config.layer_norm_eps", former.get("layer_norm_eps", _EPS), (_EPS,))
+    require(c, "qformer_config.layer_norm_eps", former.get("layer_norm_eps", qformer.EPS), (qformer.EPS,))
     query, window = map(int, c.values["downsample_rate"].split("/"))
     grids, projectors = c.values["image_grid_pinpoints"], _projectors(c)
     square = {"height": vision["image_size"], "width": vision["image_size"]}
@@ -115,8 +108,6 @@ class Granite4Vision(Llava):
         is_half = 2 * self.query_side == self.window_side or max(self.corners) < 0
         if len(self.tapped) != len(self.corners) or not side or not shrinks or not is_half or not self.grids:
             raise ModelError("the sizes of the encoder's windows contradict each other: the file is broken")
-        if self.n_embd % _HEAD_DIM:
-            raise ModelError(f"{self.n_embd} values are not heads of {_HEAD_DIM} values: the file is broken")
         self.meta.skip("vision.preproc_image_size")
         self.weights.skip("v.post_ln.weight", "v.post_ln.bias")
 
@@ -151,32 +142,17 @@ class Granite4Vision(Llava):
     def _former(self, i: int) -> Tensor:
         """Record a Q-Former over the rows from `following_in_pieces`, and the projection of its queries."""
         d, k = self.n_embd, len(self.tapped)
-        total = k * d + 2 * _FLAGS
+        total = k * d + 2 * qformer.FLAGS
         x, is_patch, is_query = (
             self.graph.add(Input(Tensor(Rows.TOKENS, width), first, total))
-            for first, width in ((i * d, d), (k * d, _FLAGS), (k * d + _FLAGS, _FLAGS))
+            for first, width in ((i * d, d), (k * d, qformer.FLAGS), (k * d + qformer.FLAGS, qformer.FLAGS))
         )
-        at = self.at(self.weights.under(f"v.proj_blk.{i}."), _EPS)
+        at = self.at(self.weights.under(f"v.proj_blk.{i}."), qformer.EPS)
         self.graph.layer = i
-        cache = self.graph.kv_cache(d // _HEAD_DIM, _HEAD_DIM + _FLAGS, _HEAD_DIM)
-        y = layer_norm(at, "post_norm", x)
-        y = self._attention(at, "self_attn", y, y, is_patch, cache)
-        y = self._attention(at, "cross_attn", y, x, is_query, cache)
-        z = at.add(Activation(at.linear(y, "ffn_up", at.weights.n_rows("ffn_up.weight")), "gelu_erf"))
-        y = layer_norm(at, "ffn_norm", at.linear(z, "ffn_down", d, residual=y))
+        cache = qformer.make_cache(self.graph, d, _HEAD_DIM)
+        y = qformer.layer(at, layer_norm(at, "post_norm", x), x, is_patch, is_query, cache)
         self.graph.layer = "output"
         return at.linear(at.add(Outputs(y)), "linear", self.width)
-
-    def _attention(self, at: Layer, name: str, y: Tensor, seen: Tensor, unseen: Tensor, cache: KVCache) -> Tensor:
-        """Record attention of y to the rows ``seen`` except rows with the flag ``unseen``, and a norm."""
-        d, n = self.n_embd, self.n_embd // _HEAD_DIM
-        query, key, value = (at.weights.matrix(f"{name}_{part}", d, d, bias=True) for part in "qkv")
-        query = Matrix(*(WithWaves(part, n, (), 0) for part in (query.weight, query.bias) if part is not None))
-        key = Matrix(*(WithConstants(part, n, 0, _FLAGS) for part in (key.weight, key.bias) if part is not None))
-        q, k = at.add(Linear(y, query)), at.add(Linear(at.add(SideBySide((seen, unseen))), key))
-        q = at.add(RopeAppend(q, k, at.add(Linear(seen, value)), cache, None, None, None))
-        z = at.add(Attention(q, cache, _HEAD_DIM**-0.5, causal=False, has_spans=True))
-        return layer_norm(at, f"{name}_norm", at.linear(z, f"{name}_out", d, residual=y))
 
     def following_in_pieces(self, rows: Pixels, frame: FrameRows) -> Generator[None, None, FrameRows]:
         """Return the patches of each window, followed by the queries of the window."""
@@ -193,15 +169,11 @@ class Granite4Vision(Llava):
         def by_window(x: Pixels, size: int) -> Pixels:
             return x.reshape(n, size, n, size, k, d).swapaxes(1, 2).reshape(n * n, size * size, k, d)
 
+        def flat(x: Pixels) -> Pixels:
+            return x.reshape(*x.shape[:2], -1)
+
         queries = by_window(np.stack(chosen, axis=2), query) + self.learnt["query"]
         patches = by_window(grid, window) + self.learnt["img_pos"]
-        inputs = np.zeros((n * n, window**2 + query**2, k * d + 2 * _FLAGS), np.float32)
-        inputs[:, :, : k * d] = np.concatenate([patches, queries], axis=1).reshape(*inputs.shape[:2], k * d)
-        inputs[:, : window**2, k * d + _FLAGS - 1] = 1
-        inputs[:, window**2 :, -1] = 1
-        numbers = np.arange(inputs.shape[0] * inputs.shape[1], dtype=np.int32).reshape(n, n, -1)
-        outputs = numbers[:, :, window**2 :].reshape(n, n, query, query).swapaxes(1, 2).ravel()
-        starts = np.repeat(numbers[:, :, 0].ravel(), inputs.shape[1])
-        spans = np.stack([starts, starts + inputs.shape[1]]).astype(np.int32)
-        axes = np.zeros((3, numbers.size), np.int32)
-        return FrameRows(inputs.reshape(numbers.size, -1), axes, np.ascontiguousarray(outputs), spans)
+        given = qformer.window_rows(flat(patches), flat(queries))
+        outputs = given.outputs.reshape(n, n, query, query).swapaxes(1, 2).ravel()
+        return replace(given, outputs=np.ascontiguousarray(outputs))

@@ -123,6 +123,15 @@ PROJECTORS: dict[str, Projector] = {
     "gemma4ua": Projector(
         "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"
     ),
+    "glma": Projector("whisper", "GlmASR", "GLM-ASR", "llama", "glmasr", kind="audio"),
+    "granite_speech": Projector(
+        "granite_speech",
+        "GraniteSpeech",
+        "Granite Speech",
+        "granite",
+        "granite_speech granite_speech_plus",
+        kind="audio",
+    ),
     "qwen3a": Projector(
         "qwen3a",
         "Qwen3Sound",
@@ -131,6 +140,7 @@ PROJECTORS: dict[str, Projector] = {
         "qwen3_asr qwen3_omni_moe",
         kind="audio",
     ),
+    "meralion": Projector("whisper", "MERaLiON", "MERaLiON 2", "gemma2", "meralion2", kind="audio"),
     "musicflamingo": Projector(
         "whisper", "AudioFlamingo", "Audio Flamingo 3", "qwen2", "audioflamingo3", kind="audio"
     ),

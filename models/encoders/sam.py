@@ -28,6 +28,7 @@ from localllm.models.blocks import layer_norm
 from localllm.models.encoders.encoder import EncoderStage, FrameRows, Pixels, VisionModel
 from localllm.models.encoders.images import bicubic, block_order, patches
 from localllm.models.encoders.sounds import convolved
+from localllm.models.encoders.views import wave_angles, wave_coefficients
 from localllm.models.weights import FloatView, Reshaped, floats
 
 _EPS = 1e-6
@@ -76,15 +77,7 @@ class WithWaves(FloatView):
         n = 2 * self.side - 1
         places = ((np.arange(n) + 0.5) * len(table) / n - 0.5).clip(0, len(table) - 1)
         vectors = np.stack([np.interp(places, np.arange(len(table)), column) for column in table.T], axis=1)
-        angles = self.angles(self.side)[:, None] * np.arange(1 - self.side, self.side)
-        share = np.where(np.arange(self.side) == 0, 1, 2)[:, None] / n
-        return share * np.cos(angles) @ vectors, share * np.sin(angles) @ vectors
-
-    @staticmethod
-    def angles(side: int) -> Pixels:
-        """Return the angle per row or column of each wave."""
-        angles: Pixels = (2 * np.pi / (2 * side - 1) * np.arange(side)).astype(np.float32)
-        return angles
+        return wave_coefficients(vectors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +191,7 @@ class SamVision(VisionModel):
         key = Matrix(*(WithConstants(part, n_heads, n, n_flags) for part in (key.weight, key.bias)))
         if n not in caches:
             caches[n] = self.graph.kv_cache(n_heads, dim + 4 * n + _ROOM, dim)
-        rope = Rope(np.tile(WithWaves.angles(n), 2), False, first=dim, axes=(1,) * n + (2,) * n)
+        rope = Rope(np.tile(wave_angles(n), 2), False, first=dim, axes=(1,) * n + (2,) * n)
         q, k, v = at.add(Linear(y, query)), at.add(Linear(z, key)), at.add(Linear(y, value))
         q = at.add(RopeAppend(q, k, v, caches[n], rope, None, None))
         y = at.add(Attention(q, caches[n], dim**-0.5, causal=False, has_spans=is_windowed))

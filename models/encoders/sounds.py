@@ -129,22 +129,51 @@ def _missing_length(file: BinaryIO) -> int | None:
     return None
 
 
-def mel_filters(n_mels: int) -> NDArray[np.float64]:
-    """Return the weight of each frequency of a spectrum in each mel band: [n_mels, WINDOW / 2 + 1].
+def mel_filters(
+    n_mels: int, n_fft: int = WINDOW, lowest: float = 0, highest: float = RATE / 2, *, is_htk: bool = False
+) -> NDArray[np.float64]:
+    """Return the weight of each frequency of a spectrum in each mel band: [n_mels, n_fft / 2 + 1].
 
-    The weights are triangles of equal area on Slaney's scale, from 0 to 8 kHz. The scale is linear up to 1 kHz and
-    logarithmic above.
+    The weights are triangles from ``lowest`` to ``highest`` Hz: of equal area on Slaney's scale, which is linear up
+    to 1 kHz and logarithmic above and always ranges from 0 to 8 kHz, or of equal height on HTK's scale.
 
-    Source: Slaney, Auditory Toolbox (1998), as in Whisper (arXiv:2212.04356).
+    Sources: Slaney, Auditory Toolbox (1998), as in Whisper (arXiv:2212.04356); The HTK Book (1995).
     """
-    log_step = np.log(6.4) / 27
-    mels = np.linspace(0, 15 + np.log(RATE / 2 / 1000) / log_step, n_mels + 2)
-    edges = np.where(mels < 15, mels * (200 / 3), 1000 * np.exp(log_step * (mels - 15)))
-    frequencies = np.linspace(0, RATE / 2, WINDOW // 2 + 1)
+    if is_htk:
+        ends = (2595 * np.log10(1 + each / 700) for each in (lowest, highest))
+        edges = 700 * (10 ** (np.linspace(*ends, n_mels + 2) / 2595) - 1)
+    else:
+        log_step = np.log(6.4) / 27
+        mels = np.linspace(0, 15 + np.log(RATE / 2 / 1000) / log_step, n_mels + 2)
+        edges = np.where(mels < 15, mels * (200 / 3), 1000 * np.exp(log_step * (mels - 15)))
+    frequencies = np.linspace(0, RATE / 2, n_fft // 2 + 1)
     low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
     rising, falling = (frequencies - low) / (middle - low), (high - frequencies) / (high - middle)
-    filters: NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling)) * 2 / (high - low)
-    return filters
+    filters: NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling))
+    return filters if is_htk else filters * 2 / (high - low)
+
+
+def mel_spectrogram(
+    padded: NDArray[np.float64],
+    window: NDArray[Any],
+    n_fft: int,
+    n_frames: int,
+    filters: NDArray[np.float64],
+    *,
+    power: int = 2,
+) -> NDArray[np.float64]:
+    """Return the mel bands of the first frames, [n_frames, n_mels]: magnitudes, or by default their squares.
+
+    Args:
+        padded: samples. Frame i starts at sample i * HOP and has the length of the window.
+        n_fft: length of the Fourier transform. Shorter frames are padded with zeros.
+        filters: from `mel_filters`.
+    """
+    frames = np.lib.stride_tricks.sliding_window_view(padded, len(window))[::HOP][:n_frames]
+    bands = np.empty((len(frames), len(filters)))
+    for i in range(0, len(frames), 3000):
+        bands[i : i + 3000] = np.abs(np.fft.rfft(frames[i : i + 3000] * window, n_fft)) ** power @ filters.T
+    return bands
 
 
 def log_mel(samples: Samples, n_mels: int) -> NDArray[np.float32]:
@@ -156,13 +185,14 @@ def log_mel(samples: Samples, n_mels: int) -> NDArray[np.float32]:
     Source: Whisper, arXiv:2212.04356.
     """
     padded = np.pad(samples.astype(np.float64), WINDOW // 2, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][: len(samples) // HOP]
-    window, filters = np.hanning(WINDOW + 1)[:-1], mel_filters(n_mels).T
-    spectrogram = np.empty((len(frames), n_mels), np.float32)
-    for i in range(0, len(frames), 3000):
-        power = np.abs(np.fft.rfft(frames[i : i + 3000] * window)) ** 2
-        spectrogram[i : i + 3000] = np.log10(np.maximum(power @ filters, 1e-10))
-    scaled: Samples = (np.maximum(spectrogram, spectrogram.max() - 8) + 4) / 4
+    n, window = len(samples) // HOP, np.hanning(WINDOW + 1)[:-1]
+    return whisper_scale(mel_spectrogram(padded, window, WINDOW, n, mel_filters(n_mels)))
+
+
+def whisper_scale(bands: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return logarithms of mel bands, limited to 8 below the largest, as Whisper scales them."""
+    logarithms = np.log10(np.maximum(bands, 1e-10)).astype(np.float32)
+    scaled: Samples = (np.maximum(logarithms, logarithms.max() - 8) + 4) / 4
     return scaled
 
 

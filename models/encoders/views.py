@@ -112,3 +112,20 @@ class WithBias(FloatView):
 
     def values(self) -> NDArray[np.float32]:
         return np.hstack([floats(self.whole), np.pad(floats(self.bias)[:, None], ((0, 0), (15, 0)))])
+
+
+def wave_angles(side: int) -> NDArray[np.float32]:
+    """Return the angles per step of ``side`` waves, whose sums can be any function of distances below ``side``."""
+    angles: NDArray[np.float32] = (2 * np.pi / (2 * side - 1) * np.arange(side)).astype(np.float32)
+    return angles
+
+
+def wave_coefficients(vectors: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the coefficients of cosines and sines, [side, n] each, of vectors of the distances, [2 * side - 1, n].
+
+    The first vector belongs to the distance 1 - side.
+    """
+    side = len(vectors) // 2 + 1
+    angles = wave_angles(side)[:, None] * np.arange(1 - side, side)
+    share = np.where(np.arange(side) == 0, 1, 2)[:, None] / len(vectors)
+    return share * np.cos(angles) @ vectors, share * np.sin(angles) @ vectors

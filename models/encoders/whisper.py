@@ -1,5 +1,6 @@
 """Whisper's audio encoder (arXiv:2212.04356), and the projectors of Voxtral (arXiv:2507.13264), Ultravox,
-Qwen 2-Audio (arXiv:2407.10759), Qwen 2.5-Omni (arXiv:2503.20215) and Audio Flamingo 3 (arXiv:2507.08128).
+Qwen 2-Audio (arXiv:2407.10759), Qwen 2.5-Omni (arXiv:2503.20215), Audio Flamingo 3 (arXiv:2507.08128),
+GLM-ASR and MERaLiON 2 (arXiv:2412.09818).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Matrix, Rows, Tensor
+from localllm.kernels.graph import Matrix, Rope, Rows, Tensor
 from localllm.kernels.operations import (
     Activation,
     Add,
@@ -25,7 +26,14 @@ from localllm.kernels.operations import (
     RMSNorm,
     SideBySide,
 )
-from localllm.models.encoders.encoder import EncoderCheckpoint, EncoderModel, FrameRows, Prepared, require_same
+from localllm.models.encoders.encoder import (
+    EncoderCheckpoint,
+    EncoderModel,
+    FrameRows,
+    Pixels,
+    Prepared,
+    require_same,
+)
 from localllm.models.encoders.sounds import HOP, RATE, Samples, log_mel, open_audio
 from localllm.models.encoders.views import ColumnsByPart, WithBias
 from localllm.models.hf_convert import GELU, Array, implied
@@ -42,10 +50,33 @@ HF_NAMES = {
     "multi_modal_projector.linear_2": "mm.a.mlp.2",
     "multi_modal_projector.linear": "mm.a.fc",
     "audio_tower.ln_post": "a.post_ln",
+    "audio_tower.norm": "mm.a.norm_pre",
+    "speech_encoder.layer_norm": "a.post_ln",
+    "speech_encoder.embed_positions": "a.position_embd",
+    "speech_encoder.conv1": "a.conv1d.1",
+    "speech_encoder.conv2": "a.conv1d.2",
+    "ln_speech": "mm.a.norm_pre",
+    "speech_audio_adapter.mlp_adapter.0": "mm.a.mlp.0",
+    "speech_audio_adapter.gate_proj": "mm.a.mlp.1",
+    "speech_audio_adapter.pool_proj": "mm.a.mlp.2",
+    "speech_audio_adapter.out_proj": "mm.a.mlp.3",
+    "*.input_layernorm": "a.blk.*.ln1",
+    "*.post_attention_layernorm": "a.blk.*.ln2",
+    "*.self_attn.o_proj": "a.blk.*.attn_out",
+    "*.mlp.fc1": "a.blk.*.ffn_up",
+    "*.mlp.fc2": "a.blk.*.ffn_down",
     "audio_tower.proj": "mm.a.fc",
 }
 #: Projectors by ``model_type``.
-_PROJECTORS = {"qwen2_audio": "qwen2a", "audioflamingo3": "musicflamingo", "qwen2_5_omni": "qwen2.5o"}
+_PROJECTORS = {
+    "qwen2_audio": "qwen2a",
+    "audioflamingo3": "musicflamingo",
+    "qwen2_5_omni": "qwen2.5o",
+    "glmasr": "glma",
+    "meralion2": "meralion",
+}
+#: Rows of a token in GLM-ASR.
+_GLM_STACK = 4
 #: Frames of a chunk in Qwen 2.5-Omni.
 _CHUNK = 200
 
@@ -59,6 +90,9 @@ HF_MEANT: dict[str, tuple[Any, ...]] = {
     "n_fft": (400,),
     "dither": (0.0,),
     "n_window": (_CHUNK // 2,),
+    "hidden_act": GELU,
+    "partial_rotary_factor": (0.5,),
+    "speech_mlp_use_projection": (True,),
 } | implied(
     # the last ones are Ultravox's
     "max_source_positions feature_size projector_bias apply_spec_augment classifier_proj_size median_filter_width "
@@ -74,6 +108,10 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
         stack = c.vision["intermediate_size"] // c.vision["hidden_size"]
     else:
         stack = None if kind in _PROJECTORS else c.values.get("stack_factor", 8)
+    if kind == "glmasr":
+        stack = _GLM_STACK
+    elif kind == "meralion2":
+        stack = c.values.get("speech_mlp_scale_factor", 15)
     if c.values.get("projector_ln_mid") is False:
         raise ModelError(
             "config.json has projector_ln_mid = false, as in Ultravox up to 0.4: localllm supports 0.5 and later"
@@ -88,6 +126,15 @@ def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[
         return {}
     if name.endswith("conv1.weight") and c.values["model_type"] == "qwen2_5_omni":
         return {"a.conv1d.1.weight": array, "a.position_embd.weight": sinusoids(1500, len(array))}
+    if c.values["model_type"] == "glmasr":
+        if name.endswith("conv1.weight"):  # llama.cpp requires a table of positions
+            return {"a.conv1d.1.weight": array, "a.position_embd.weight": np.zeros((1500, len(array)), np.float32)}
+        if ".q_proj." in name or ".k_proj." in name:
+            # Pairs of rotated values are neighbours in llama.cpp's files, as in the first release of the model.
+            heads = array.reshape(c.vision["num_attention_heads"], -1, *array.shape[1:])
+            first, second, rest = np.split(heads, (heads.shape[1] // 4, heads.shape[1] // 2), axis=1)
+            pairs = np.stack([first, second], axis=2).reshape(len(heads), -1, *array.shape[1:])
+            return np.concatenate([pairs, rest], axis=1).reshape(array.shape)
     return array[:, None] if name.endswith(("conv1.bias", "conv2.bias")) else array  # as in llama.cpp
 
 
@@ -121,6 +168,9 @@ class Whisper(SoundModel):
     So its bias is a column of the matrix, with an input of 0 or 1.
     """
 
+    #: Name of the norm after the layers.
+    last_norm = "a.post_ln"
+
     def read(self) -> None:
         self.n_mels, self.stack = self.number("num_mel_bins"), self.number("projector.stack_factor", 1)
         n = self.weights.n_rows("a.position_embd.weight")
@@ -151,7 +201,7 @@ class Whisper(SoundModel):
         x = self._gelu(self.graph.add(SideBySide(hidden)), second)
         x = self.layers(self.graph.add(Add(x, given(3 * k, size))))
         self.is_there = given(3 * k + size, 1)
-        return self.vector_norm(self.pooled(x), "a.post_ln", self.eps)
+        return self.vector_norm(self.pooled(x), self.last_norm, self.eps)
 
     def pooled(self, x: Tensor) -> Tensor:
         """Record blocks between the layers and the last norm."""
@@ -205,6 +255,32 @@ class Voxtral(Whisper):
         mel = log_mel(np.pad(source, (0, -len(source) % (size * HOP))), self.n_mels)
         frames = tuple(mel[i : i + size] for i in range(0, len(mel), size))
         return Prepared(frames, ("[BEGIN_AUDIO]", len(frames) * (size // 2 // self.stack)), (0, 0), kind=self.kind)
+
+
+class MERaLiON(Voxtral):
+    """Pieces of 30 seconds. The last piece is padded with silence, which has tokens, too."""
+
+    marker = "<SpeechHere>"
+
+    def read(self) -> None:
+        super().read()
+        if len(self.position_table) % self.stack:
+            raise ModelError(
+                f"{len(self.position_table)} rows are not a multiple of clip.audio.projector.stack_factor, "
+                f"{self.stack}: the file is broken"
+            )
+
+    def record(self) -> None:
+        at, w = self.at(), self.weights
+        x = self.joined(self.vector_norm(self.encoded(), "mm.a.norm_pre", self.eps))
+        x = at.add(Activation(at.linear(x, "mm.a.mlp.0", w.n_rows("mm.a.mlp.0.weight")), "silu"))
+        n = w.n_rows("mm.a.mlp.1.weight")
+        gate, up = at.add(Linears(x, tuple(w.matrix(f"mm.a.mlp.{i}", x.width, n) for i in (1, 2))))
+        at.linear(at.add(Gated(gate, up, "silu")), "mm.a.mlp.3", self.width)
+
+    def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
+        prepared = super().prepare(source, max_tokens)
+        return replace(prepared, segments=prepared.segments[1:])
 
 
 class Ultravox(Whisper):
@@ -298,3 +374,41 @@ class Qwen25OmniSound(PooledWhisper):
         frames = tuple(chunk for chunk in chunks if len(chunk) > 2)  # fewer frames have no token
         n_tokens = sum(self.n_rows(len(frame)) // 2 for frame in frames)
         return Prepared(frames, (n_tokens,), (0, 0), kind=self.kind)
+
+
+class GlmASR(Whisper):
+    """Pieces of 30 seconds. Rows also see the silence after the last piece, but silence has no tokens.
+
+    Positions rotate half of each head. llama.cpp adds embeddings of positions instead, which the model does not use.
+    """
+
+    marker = "<|pad|>"
+    last_norm = "mm.a.norm_pre"
+
+    def read(self) -> None:
+        super().read()
+        if self.head_dim % 4:
+            raise ModelError(f"heads of {self.head_dim} values cannot be rotated: the file is broken")
+        self.position_table = np.zeros_like(self.position_table)
+
+    def layers(self, x: Tensor, rope: Rope | None = None, numbers: range | None = None) -> Tensor:
+        n = self.head_dim // 2
+        frequencies = (10_000.0 ** -(np.arange(0, n, 2) / n)).astype(np.float32)
+        return super().layers(x, Rope(frequencies, True), numbers)
+
+    def record(self) -> None:
+        self.two_linears(self.joined(self.encoded()), "mm.a.mlp.1", "mm.a.mlp.2")
+
+    def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
+        source = np.pad(source, (0, max(0, 2 * self.stack * HOP - len(source))))
+        size, n_tokens, frames = self.most_frames, 0, []
+        for i in range(0, len(source), size * HOP):
+            piece = source[i : i + size * HOP]
+            n_new = -(-len(piece) // (2 * HOP)) // self.stack
+            if n_new:
+                frames.append(log_mel(np.pad(piece, (0, size * HOP - len(piece))), self.n_mels))
+            n_tokens += n_new
+        return Prepared(tuple(frames), (n_tokens,), (0, 0), kind=self.kind)
+
+    def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
+        return rows[: prepared.n_tokens]

@@ -16,10 +16,11 @@ from typing import Any
 from localllm.convert.config import COMMON_NAMES
 from localllm.convert.defaults import PATH
 from localllm.convert.irrelevant import is_irrelevant
+from localllm.convert.mmproj import SECTIONS
 from localllm.models.encoders.registry import PROJECTORS
 from localllm.models.registry import ARCHITECTURES, DRAFTERS
 
-_SECTIONS = ("text_config", "vision_config", "audio_config")
+_SECTIONS = ("text_config", *SECTIONS)
 
 
 def classes() -> dict[str, Any]:
@@ -43,10 +44,12 @@ def sections(kind: Any) -> dict[str, Any]:
     The sections of a model that also speaks are in its thinker's section.
     """
     kind = kind.sub_configs.get("thinker_config", kind)
+    is_part = "vision" in kind.model_type  # whose encoder_config is not an encoder of audio
+    names = [name for name in _SECTIONS if not (is_part and name == "encoder_config")]
     config = kind()
-    inner = {name: type(getattr(config, name, None)) for name in _SECTIONS}
+    inner = {name: type(getattr(config, name, None)) for name in names}
     inner |= {name: spec for name, spec in kind.sub_configs.items() if not dataclasses.is_dataclass(inner.get(name))}
-    return {name: inner[name] for name in _SECTIONS if dataclasses.is_dataclass(inner.get(name))}
+    return {name: inner[name] for name in names if dataclasses.is_dataclass(inner.get(name))}
 
 
 def class_defaults(kind: Any) -> dict[str, Any]:

@@ -766,6 +766,20 @@ def causal_conv(kernel: int, silu_after: bool, with_bias: bool) -> Case:
     return Case(build, [rows(50)], expected, every_cpu=kernel == 4, has_near=has_near)
 
 
+@cases(kernel=(9, 15), ahead=(1, 7))
+def convolution_ahead(kernel: int, ahead: int) -> Case:
+    weight = random(50, kernel, seed=1)
+
+    def build(graph: Graph, x: g.Tensor) -> g.Tensor:
+        return graph.add(operations.CausalConv(x, f32(weight), graph.state("conv", kernel - 1, 50), ahead=ahead))
+
+    def expected(x: Array) -> Array:
+        wide = np.concatenate([np.zeros((kernel - 1 - ahead, 50)), x, np.zeros((ahead, 50))])
+        return np.array([np.sum(wide[t : t + kernel] * weight.T, axis=0) for t in range(len(x))])
+
+    return Case(build, [rows(50)], expected, in_parts=False, has_near=kernel == 9 or ahead == 1)
+
+
 #: Heads, key heads, key_dim and value_dim.
 DELTAS = {"small": (4, 2, 16, 16), "wide": (4, 4, 32, 96), "odd": (3, 1, 48, 32), "qwen": (2, 1, 128, 128)}
 

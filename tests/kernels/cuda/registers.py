@@ -105,9 +105,9 @@ def everything() -> list[Case]:
                 cases |= {(case.name, architecture): case for case in _of_heads(head_dim, cache_type, architecture)}
         for module in ("elementwise", "experts", "ceilings"):
             cases[module, architecture] = Case(module, module, architecture, {})
-        for kernel in (3, 4, 10):
-            name = f"convolution {kernel}"
-            cases[name, architecture] = Case(name, "convolution", architecture, {"KERNEL": kernel})
+        for kernel, ahead in ((3, 0), (4, 0), (10, 0), (9, 4), (15, 7)):
+            name = f"convolution {kernel}{f' ahead {ahead}' * bool(ahead)}"
+            cases[name, architecture] = Case(name, "convolution", architecture, {"KERNEL": kernel, "AHEAD": ahead})
         for name, defines in RECURRENCES.items():
             cases[name, architecture] = Case(name, "recurrent", architecture, defines)
         for name, defines in SELECTIONS.items():

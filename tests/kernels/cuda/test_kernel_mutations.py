@@ -272,8 +272,11 @@ CASES = {
     "causal_conv": operation(
         "causal_conv",
         "convolution",
-        {"KERNEL": 4},
+        {"KERNEL": 4, "AHEAD": 0},
         lambda: operations.causal_conv(4, silu_after=True, with_bias=True),
+    ),
+    "causal_conv ahead": operation(
+        "causal_conv", "convolution", {"KERNEL": 15, "AHEAD": 7}, lambda: operations.convolution_ahead(15, 7)
     ),
     "recurrence": recurrence(is_per_channel=False),
     "recurrence by channel": recurrence(is_per_channel=True),

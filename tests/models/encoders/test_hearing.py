@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -115,6 +115,31 @@ class AudioFlamingo:
         self.model.save_pretrained(folder)
 
 
+class GlmASR:
+    #: Less than a token, a number of rows that is not a multiple of four, and several pieces.
+    seconds = (0.01, 0.335, 30.5)
+
+    def __init__(self) -> None:
+        audio = {"num_mel_bins": 80, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
+        text = TEXT | {"model_type": "llama"}
+        config = transformers.GlmAsrConfig(
+            audio_config=audio | {"num_attention_heads": 4}, text_config=text, audio_token_id=7
+        )
+        self.model = random_model(transformers.GlmAsrForConditionalGeneration(config))
+
+    def features(self, samples: Samples) -> Any:
+        size = 30 * RATE
+        samples = np.pad(samples, (0, max(0, 1280 - len(samples))))
+        pieces = [samples[i : i + size] for i in range(0, len(samples), size)]
+        extractor = transformers.WhisperFeatureExtractor(feature_size=80)
+        options = {"padding": "max_length", "return_attention_mask": True, "return_tensors": "pt"}
+        seen = extractor(pieces, sampling_rate=RATE, **options)
+        return self.model.get_audio_features(seen["input_features"], seen["attention_mask"]).pooler_output
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+
 class Qwen2Audio(AudioFlamingo):
     model_class = transformers.Qwen2AudioForConditionalGeneration
     config_class = transformers.Qwen2AudioConfig
@@ -186,6 +211,49 @@ class Qwen3Omni(Qwen25Omni):
         both, mask = torch.zeros(2, 80, max(n, 100)), torch.zeros(2, max(n, 100))
         both[0, :, :n], mask[0, :n], mask[1, :100] = mel, 1, 1
         return self.model.get_audio_features(both, mask.long()).pooler_output[:-13]
+
+
+class MERaLiON:
+    """Whisper's encoder, an adapter, and Gemma 2; transformers lacks this model."""
+
+    seconds = (0.31, 1.9)
+
+    def __init__(self) -> None:
+        self.config = transformers.WhisperConfig(
+            **WHISPER,
+            d_model=64,
+            encoder_layers=2,
+            encoder_attention_heads=4,
+            encoder_ffn_dim=96,
+            decoder_attention_heads=4,
+        )
+        text = TEXT | {"query_pre_attn_scalar": 12, "sliding_window": 64}
+        self.model = random_model(transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**text)))
+        parts = {"mlp_adapter.0": (5 * 64, 80), "gate_proj": (80, 80), "pool_proj": (80, 80), "out_proj": (80, 48)}
+        self.parts = {name: random_model(torch.nn.Linear(*sizes)) for name, sizes in parts.items()}
+        self.encoder = random_model(transformers.WhisperModel(self.config).encoder)
+        self.norm = random_model(torch.nn.LayerNorm(64))
+
+    def features(self, samples: Samples) -> Any:
+        mel = mel_of_whisper(samples, 80, pad_to_multiple_of=2 * N_POSITIONS * 160)
+        x = self.encoder(mel.reshape(80, -1, 2 * N_POSITIONS).transpose(0, 1)).last_hidden_state
+        x = self.parts["mlp_adapter.0"](self.norm(x).reshape(-1, 5 * 64))
+        silu = torch.nn.functional.silu
+        x = silu(x)
+        return self.parts["out_proj"](silu(self.parts["gate_proj"](x)) * self.parts["pool_proj"](x))
+
+    def save(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        tensors = {f"text_decoder.{k}": v for k, v in self.model.state_dict().items() if k != "lm_head.weight"}
+        tensors |= {f"speech_encoder.{k}": v for k, v in self.encoder.state_dict().items()}
+        tensors |= {f"ln_speech.{k}": v for k, v in self.norm.state_dict().items()}
+        for name, part in self.parts.items():
+            tensors |= {f"speech_audio_adapter.{name}.{k}": v for k, v in part.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors")
+        values = {"model_type": "meralion2", "speech_config": self.config.to_dict(), "speech_mlp_scale_factor": 5}
+        values |= {"text_config": self.model.config.to_dict(), "architectures": ["MERaLiON2ForConditionalGeneration"]}
+        (folder / "config.json").write_text(json.dumps(values | {"speech_token_index": 7}))
 
 
 class Ultravox:
@@ -268,6 +336,60 @@ class Qwen3ASR:
 
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
+
+
+class GraniteSpeech:
+    """Also the class of Granite Speech Plus, which uses outputs of further layers."""
+
+    #: Less than a Fourier transform, and several blocks with an incomplete last one.
+    seconds = (0.01, 1.93)
+    model_class = transformers.GraniteSpeechForConditionalGeneration
+    config_class = transformers.GraniteSpeechConfig
+    tapped: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        encoder = {"num_layers": 4, "hidden_dim": 64, "num_heads": 2, "feedforward_mult": 2, "output_dim": 42}
+        encoder |= {"context_size": 20, "max_pos_emb": 24, "conv_kernel_size": 5}
+        former = {"model_type": "blip_2_qformer", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+        former |= {"intermediate_size": 80, "cross_attention_frequency": 1}
+        former |= {"encoder_hidden_size": 64 * (1 + len(self.tapped.get("cat_hidden_layers", ())))}
+        config = self.config_class(
+            encoder_config=encoder | self.tapped,
+            projector_config=former,
+            # transformers 5.24 does not divide logits by logits_scaling here, as it does in other Granite models.
+            text_config=TEXT | {"model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 1.0},
+            audio_token_id=7,
+            has_lora_adapter=False,
+        )
+        self.model = random_model(self.model_class(config))
+        for name, buffer in self.model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
+
+    def features(self, samples: Samples) -> Any:
+        return self.model.get_audio_features(mel_of_granite(samples)).pooler_output[0]
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+
+class GraniteSpeechPlus(GraniteSpeech):
+    model_class = transformers.GraniteSpeechPlusForConditionalGeneration
+    config_class = transformers.GraniteSpeechPlusConfig
+    tapped: ClassVar[dict[str, Any]] = {"cat_hidden_layers": [0, 2, 3]}
+
+
+def mel_of_granite(samples: Samples) -> Any:
+    """Return the features of transformers' extractor, which needs torchaudio: [1, n, 160]."""
+    from transformers.audio_utils import mel_filter_bank
+
+    samples = np.pad(samples, (0, max(0, 512 - len(samples))))
+    window = torch.nn.functional.pad(torch.hann_window(400), (56, 56))
+    spectra = torch.stft(torch.from_numpy(samples), 512, 160, window=window, return_complex=True).abs() ** 2
+    filters = mel_filter_bank(257, 80, 0.0, 8000.0, RATE, norm=None, mel_scale="htk")
+    mel = (spectra.T @ torch.from_numpy(filters).float()).clip(min=1e-10).log10()
+    mel = torch.maximum(mel, mel.max() - 8) / 4 + 1
+    return mel[: len(mel) // 2 * 2].reshape(1, -1, 160)
 
 
 class Gemma4Unified:
@@ -412,6 +534,10 @@ FAMILIES: dict[str, Any] = {
     "gemma3na": Gemma3n,
     "gemma4a": Gemma4,
     "gemma4ua": Gemma4Unified,
+    "glma": GlmASR,
+    "granite_speech": GraniteSpeech,
+    "granite_speech plus": GraniteSpeechPlus,
+    "meralion": MERaLiON,
     "musicflamingo": AudioFlamingo,
     "qwen2.5o audio": Qwen25Omni,
     "qwen2a": Qwen2Audio,
@@ -581,6 +707,5 @@ def test_audio_tokens_have_consecutive_positions() -> None:
 
 
 def test_all_families_are_compared() -> None:
-    assert {*FAMILIES} - {"qwen3a omni"} == {
-        name for name, projector in PROJECTORS.items() if projector.kind == "audio"
-    }
+    known = {name for name, projector in PROJECTORS.items() if projector.kind == "audio"}
+    assert {*FAMILIES} - {"granite_speech plus", "qwen3a omni"} == known
