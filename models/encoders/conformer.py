@@ -2,7 +2,8 @@
 
 Scores of attention depend on the distance of two rows: a model adds the product of the query and a vector of the
 distance (arXiv:1803.02155). Over all distances, this product is a sum of waves. A wave of the distance is the product
-of two values that are rotated by position: the query's coefficient, and a constant of the key. So attention with longer heads computes the same scores.
+of two values that are rotated by position: the query's coefficient, and a constant of the key. So attention with
+longer heads computes the same scores.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class Conformer(SoundModel):
 
     # -- Convolution -----------------------------------------------------------------------------------------------
 
-    def gated(self, at: Layer, x: Tensor) -> Tensor:
+    def gated_halves(self, at: Layer, x: Tensor) -> Tensor:
         """Return the first half of each row, times sigmoids of the second half."""
         n = x.width // 2
         up, gate = (at.add(ops.Columns(x, columns)) for columns in (range(n), range(n, x.width)))
@@ -156,7 +157,7 @@ class Conformer(SoundModel):
         if len(shape) != 2 or not shape[1]:
             raise ModelError("the convolutions of the audio encoder are missing: is the file complete?")
         n, size = shape
-        y = self.gated(at, at.linear(self.norm(at, "norm_conv", x), "conv_pw1", 2 * n))
+        y = self.gated_halves(at, at.linear(self.norm(at, "norm_conv", x), "conv_pw1", 2 * n))
         state = at.graph.state("conv", size - 1, n)
         kernel, bias = self.kernel(at.weights, n, size)
         y = at.add(ops.CausalConv(y, kernel, state, bias, silu=True, ahead=(size - 1) // 2))

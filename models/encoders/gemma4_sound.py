@@ -231,7 +231,7 @@ class Gemma4Sound(Conformer):
     def convolution(self, at: Layer, x: Tensor) -> Tensor:
         y = clamped_linear(at, norm(at, "conv_norm", x), "conv_pw1", 2 * self.n_embd)
         state = at.graph.state("conv", 4, self.n_embd)
-        y = at.add(ops.CausalConv(self.gated(at, y), self.depthwise(at), state))
+        y = at.add(ops.CausalConv(self.gated_halves(at, y), self.depthwise(at), state))
         y = at.add(ops.Activation(norm(at, "norm_conv", y), "silu"))
         return add(at, clamped_linear(at, y, "conv_pw2", self.n_embd), x)
 

@@ -140,8 +140,8 @@ def mel_filters(
     Sources: Slaney, Auditory Toolbox (1998), as in Whisper (arXiv:2212.04356); The HTK Book (1995).
     """
     if is_htk:
-        ends = (2595 * np.log10(1 + each / 700) for each in (lowest, highest))
-        edges = 700 * (10 ** (np.linspace(*ends, n_mels + 2) / 2595) - 1)
+        first, last = (2595 * np.log10(1 + end / 700) for end in (lowest, highest))
+        edges = 700 * (10 ** (np.linspace(first, last, n_mels + 2) / 2595) - 1)
     else:
         log_step = np.log(6.4) / 27
         mels = np.linspace(0, 15 + np.log(RATE / 2 / 1000) / log_step, n_mels + 2)
