@@ -173,7 +173,8 @@ FAMILIES: dict[str, Family] = {
             | tiny.LATENTS
             | tiny.INDEXER
             | tiny.DOTS3
-            | {"max_position_embeddings": 1024, "index_topk": 512},
+            # All experts are selected: rounding cannot select others.
+            | {"max_position_embeddings": 1024, "index_topk": 512, "n_routed_experts": 2},
             "vision_config": SIGLIP
             | parsed("hidden_size=96 moe_intermediate_size=32 capacity_factor=2 adapter_in_dim=96 adapter_out_dim=64")
             | {"num_hidden_layers": 3, "pyramid_num_routed": [-1, 4, 6]},
