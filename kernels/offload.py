@@ -68,12 +68,17 @@ class OffloadRule(NamedTuple):
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The two graphs. ``on_host`` contains the values of the original graph that only the host has, as the host's."""
+    """The two graphs.
+
+    Attributes:
+        on_host: the host's values, by the values of the original graph that only the host computes.
+        on_device: the device's values, by the values of the original graph whose operations were changed.
+    """
 
     device: Graph
     host: Graph
     on_host: Mapping[Value, Value]
-    on_device: Mapping[Value, Value]  # values of the original graph whose operations were changed, as the device's
+    on_device: Mapping[Value, Value]
 
     def copied_bytes(self, n_tokens: int, n_outputs: int = 1) -> int:
         """Return the bytes that a step copies between device and host, without the padding of rows."""
@@ -87,6 +92,7 @@ class Offloaded:
         return sum(largest.values())
 
     def _copies(self, n_tokens: int, n_outputs: int) -> Iterator[tuple[type[Any], int]]:
+        """Yield the operation and the bytes of each copy."""
         n_rows = {Rows.TOKENS: n_tokens, Rows.OUTPUTS: n_outputs}
         for node in self.device.nodes:
             if isinstance(node.operation, Send | Receive):
@@ -94,13 +100,20 @@ class Offloaded:
 
 
 def offload(graph: Graph, is_on_host: Callable[[Weight], bool]) -> Offloaded | None:
-    """Divide a graph; None if the host has no matrix.
+    """Divide a graph and its graph of a prompt; None if the host has no matrix of the former.
 
     Args:
         is_on_host: whether a matrix is on the host. An operation with several matrices moves as a whole.
     """
     on_host = _operations_on_host(graph, is_on_host)
-    return _Dividing(graph).divided(on_host) if on_host else None
+    if not on_host:
+        return None
+    graphs = _Dividing(graph).divided(on_host)
+    if graph.prompt is not None:
+        prompt = offload(graph.prompt, is_on_host)
+        graphs.device.prompt = graph.prompt if prompt is None else prompt.device
+        graphs.host.prompt = None if prompt is None else prompt.host
+    return graphs
 
 
 def _operations_on_host(graph: Graph, is_on_host: Callable[[Weight], bool]) -> set[int]:
@@ -143,8 +156,7 @@ class _Dividing:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.host = graph, Graph(graph.cache_type, graph.rounds_floats)
-        self.device = Graph(graph.cache_type, graph.rounds_floats, [], graph.caches, graph.states, graph.windows)
-        self.device.caches_of, self.device.token_ids = graph.caches_of, graph.token_ids
+        self.device = graph.empty()
         self.block: _Block | None = None
         self.n_blocks = 0
         #: Values of the original graph, as values of the host and of the device.

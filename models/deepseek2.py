@@ -32,8 +32,11 @@ def hf_keys(config: Any) -> dict[str, Any]:
     if not has_experts:
         config.skip("moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor")
         config.skip("n_shared_experts", "scoring_func", "topk_method", "mlp_layer_types")
-    dense = {"leading_dense_block_count": config.num_hidden_layers, "expert_shared_count": 0}
-    dense["expert_feed_forward_length"] = config.intermediate_size
+    dense = {
+        "leading_dense_block_count": config.num_hidden_layers,
+        "expert_shared_count": 0,
+        "expert_feed_forward_length": config.intermediate_size,
+    }
     return (routing_keys(config) if has_experts else dense) | {
         "vocab_size": config.vocab_size,
         "attention.q_lora_rank": config.q_lora_rank,

@@ -295,9 +295,8 @@ class Layers:
     ``convolutions``: values of a kernel, and columns with the same factors; None without convolutions.
     """
 
-    confidence_reads_normed = (
-        True  # whether the confidence head reads the hidden state after the norm before the head
-    )
+    #: Whether the confidence head reads the hidden state after the norm before the head.
+    confidence_reads_normed = True
 
     def __init__(self, m: Header, convolutions: tuple[int, int] | None) -> None:
         meta = m.meta

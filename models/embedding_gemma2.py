@@ -45,8 +45,8 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "rope.dimension_count": dim,
         "rope.dimension_count_swa": config.head_dim,
         **window_keys(config),
-        "attention.sliding_window": 2
-        * config.sliding_window,  # as in EmbeddingGemma: half before, half after a token
+        # As in EmbeddingGemma: half before, half after a token.
+        "attention.sliding_window": 2 * config.sliding_window,
     }
 
 

@@ -203,6 +203,4 @@ class PromptEncoder(EncoderModel):
         return Prepared((np.array(source, np.int32),), (len(source),), (0, 0), kind="text")
 
     def rows(self, frame: NDArray[Any]) -> FrameRows:
-        n = len(frame)
-        axes, spans = np.zeros((3, n), np.int32), np.zeros((2, 0), np.int32)
-        return FrameRows(self._table.rows(frame.astype(np.int64)), axes, np.arange(n, dtype=np.int32), spans)
+        return FrameRows.in_order(self._table.rows(frame.astype(np.int64)))

@@ -263,11 +263,11 @@ class CPUStep(Step):
         n_rows = len(batch.ids) if self._of_tokens else len(batch.outputs)
         output = HostOutput(self._result[:n_rows, : self._width])
         if (error := self._read_error(batch, output)) is not None:
-            raise error from error.__cause__
+            raise error
         return output
 
     def _read_error(self, batch: Batch, output: HostOutput | None) -> ExpertReadError | None:
-        """Return an error if experts could not be read."""
+        """Return an error if experts could not be read, with the rows of ``output``; None if all were read."""
         if self.pool is None or (error := self.pool.error) is None:
             return None
         tokens = np.array(self.pool.failed_tokens, np.int32)

@@ -41,8 +41,8 @@ MEET = 5e-6
 #: tokens for Q4_K and 64 for Q6_K, matmul_few in tiles of 8.  Other formats are counted as Q6_K.
 TOKEN, UNPACK = 8 + 3 + 3, {"Q4_K": 12, "Q6_K": 24}
 EIGHT_TOKENS = {"matmul": {"Q4_K": 46, "Q6_K": 85}, "matmul_few": {"Q4_K": 106, "Q6_K": 153}}
-#: Largest number of operations of attention per clock and multiprocessor: 4 * 128 * 64 for each of 16 rows in 1,100
-#: warp instructions (SASS for sm_90, heads of 128 values in F16, including merges and masks).
+#: Largest number of operations of attention per clock and multiprocessor: 16 rows of 4 * 128 * 64 operations take
+#: 1,100 warp instructions (SASS for sm_90, heads of 128 values in F16, including merges and masks).
 ATTENTION = 4 * 4 * 128 * 64 * 16 / 1100
 
 
@@ -70,12 +70,12 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class CallCost:
-    """CallCost of calls; ``waits`` is the part of the seconds for gaps and latencies."""
+    """Predicted cost of some calls."""
 
     n_launches: int = 0
     n_bytes: float = 0.0
-    waits: float = 0.0
-    seconds: float = 0.0
+    waits: float = 0.0  # seconds for gaps and latencies
+    seconds: float = 0.0  # including ``waits``
 
     def __add__(self, other: CallCost) -> CallCost:
         return CallCost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -85,7 +85,7 @@ def planned_step(backend: CUDABackend, graph: Graph, n_tokens: int, max_tokens: 
     """Return the calls of a graph for one sequence of up to ``n_tokens`` tokens, without memory on the device.
 
     Args:
-        max_tokens: of a step.
+        max_tokens: maximum number of tokens of a step.
     """
     n_pages = (-(-n_tokens // PAGE),) * len(graph.windows)
     cache = CUDACache(graph, n_pages, 1 if graph.states else 0)
@@ -112,11 +112,11 @@ def predicted(
 ) -> dict[str, CallCost]:
     """Return the cost of each kind of call for a batch."""
     extent = replace(extent_of(lowered.limits, batch), top_k=1)
-    sizes, found = BatchSizes.of(batch, lowered.limits.mixture), dict[str, CallCost]()
+    sizes, costs = BatchSizes.of(batch, lowered.limits.mixture), dict[str, CallCost]()
     for name, n_launches, n_bytes, seconds in _calls(lowered, extent, sizes, properties, rates):
         waits = n_launches * (GAP + LATENCY)
-        found[name] = found.get(name, CallCost()) + CallCost(n_launches, n_bytes, waits, waits + seconds)
-    return found
+        costs[name] = costs.get(name, CallCost()) + CallCost(n_launches, n_bytes, waits, waits + seconds)
+    return costs
 
 
 def _calls(
@@ -139,12 +139,14 @@ def _calls(
         if cost.kind == "int8" and sizes.n_tokens:
             format = call.name.removesuffix(" + add").split()[-1].split("+")[0]  # the format with the most rows
             n = sizes.n_outputs if lowered.result in call.operands else sizes.n_tokens
-            few = EIGHT_TOKENS["matmul_few" if "few" in kernels[0] else "matmul"]
-            each = n * TOKEN + UNPACK.get(format, UNPACK["Q6_K"])
-            each = each if is_lanes else -(-n // 8) * few.get(format, few["Q6_K"])
-            instructions = cost.n_operations / (2 * n * 32 * 32) * each
-            seconds = max(seconds, instructions / (4 * clocks))
+            if is_lanes:
+                per_block = n * TOKEN + UNPACK.get(format, UNPACK["Q6_K"])
+            else:
+                by_format = EIGHT_TOKENS["matmul_few" if "few" in kernels[0] else "matmul"]
+                per_block = -(-n // 8) * by_format.get(format, by_format["Q6_K"])
+            n_instructions = cost.n_operations / (2 * n * 32 * 32) * per_block
+            seconds = max(seconds, n_instructions / (4 * clocks))
         if kernels[0] == "matmul":  # a multiprocessor runs one block at a time; in the last wave, some are idle
-            blocks, n = [math.prod(launch.grid) for launch in launches], n_multiprocessors
-            seconds *= sum(-(-each // n) * n for each in blocks) / sum(blocks)
+            grids, n = [math.prod(launch.grid) for launch in launches], n_multiprocessors
+            seconds *= sum(-(-n_blocks // n) * n for n_blocks in grids) / sum(grids)
         yield call.name, len(kernels), cost.n_bytes, seconds

@@ -357,9 +357,8 @@ def _rope_keys(config: Config) -> dict[str, Any]:
     keys = {"rope.freq_base": rope.get("rope_theta"), "rope.freq_base_swa": local and local.get("rope_theta")}
     if part not in (None, 1.0) and kind != "proportional":
         keys["rope.dimension_count"] = int(head_dim(config) * part)
-    rope.skip(
-        "mrope_section", "mrope_interleaved", "interleaved", "xdrope_section", "finetuned"
-    )  # for text, all are the position
+    # For text, all axes are the position.
+    rope.skip("mrope_section", "mrope_interleaved", "interleaved", "xdrope_section", "finetuned")
     if kind == "default" or (kind == "dynamic" and not rope.peek("alpha")):  # which extends the context alone
         rope.skip("rope_type", *_UNSCALED)
     if kind not in _SCALINGS:

@@ -24,11 +24,11 @@ class Bandwidths:
     link: float  # from the host to a GPU
 
     def token_s(self, on_host: int, on_gpus: int, n_blocks: int, copied: int) -> float:
-        """Return the seconds in which a token reads the weights that it needs.
+        """Return the seconds for reading the weights of a token.
 
         Args:
-            on_host, on_gpus: bytes of these weights.
-            n_blocks, copied: blocks that the host computes for GPUs, and the bytes copied for a token.
+            on_host, on_gpus: bytes of the weights that the token needs.
+            n_blocks, copied: blocks that the host computes for GPUs, and the bytes copied for the token.
         """
         return on_host / self.host + on_gpus / self.gpus + n_blocks * BLOCK_S + copied / self.link
 

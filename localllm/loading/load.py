@@ -118,9 +118,7 @@ def load_file(options: LoadOptions) -> LoadedModel:
         if store is not None:
             on_failure.callback(store.close)
         reading = files.enter_context(_TokenizerReader(file))
-        template_source, template = TemplateSource.of_file(sources[0].file), None
-        if template_source.text is None and sources[0].model.graph.prompt is not None:
-            template_source = TemplateSource(MESSAGES, "the template of messages")
+        template_source, template = _template_source(sources[0]), None
         defaults = _defaults(sources[0])
         if options.chat_template is not None:  # compiled now to report errors before the weights are loaded
             template_source = TemplateSource(built_in(options.chat_template) or options.chat_template)
@@ -542,6 +540,14 @@ class _TokenizerReader(threading.Thread):
             self.join()
 
 
+def _template_source(source: _ModelSource) -> TemplateSource:
+    """Return the chat template of a file. A file without one whose prompts an encoder reads uses `MESSAGES`."""
+    template_source = TemplateSource.of_file(source.file)
+    if template_source.text is None and source.model.graph.prompt is not None:
+        return TemplateSource(MESSAGES, "the template of messages")
+    return template_source
+
+
 def compile_template(source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
     from localllm.chat import ChatTemplate
 
@@ -562,7 +568,7 @@ def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
             raise UsageError(Argument("tensor_split"), why, Argument("split_mode", "row"))
         if _overrides(options):
             raise UsageError(
-                "experts cannot be on the CPU if each layer is on several GPUs: leave out ",
+                "experts cannot be on the CPU if each layer is on several GPUs: omit ",
                 Argument("split_mode", "row"),
             )
         return split_by_rows(devices)
@@ -606,10 +612,12 @@ def _plan(
     measured = None if chosen else cache(partial(measure, devices))
     planners = [
         Planner(
-            *(source.name, source.model, devices, free, options.parallel or 1, n_layers, split, placed),
-            *(measure_if_short, shared),
+            *(source.name, source.model, devices, free, options.parallel or 1, n_gpu_layers, split),
+            overrides=placed,
+            measured=measure_once,
+            shared=shared,
         )
-        for source, n_layers, placed, measure_if_short in zip(
+        for source, n_gpu_layers, placed, measure_once in zip(
             sources, numbers, overrides, (measured, None), strict=False
         )
     ]

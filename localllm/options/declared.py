@@ -159,7 +159,7 @@ def _parse_schema(text: str) -> str:
 
 
 def _read_rules(value: object) -> tuple[str, ...] | None:
-    """Return rules for tensors one by one, each a regular expression of names, "=" and a device."""
+    """Return the single rules of strings with commas; None if one is not a regular expression, "=" and a device."""
     rules = _read_texts((value,) if isinstance(value, str) else value)
     single = [rule for rule_list in rules or () for rule in rule_list.split(",")]
     try:

@@ -24,7 +24,7 @@ from localllm.models.encoders.whisper import SoundModel
 from localllm.models.hf_convert import Array
 from localllm.models.weights import FloatView, Weights, floats
 
-#: Values before the values of a key, of which the first is 1. They become the constants of the waves.
+#: Values before the values of a key: a 1, then zeros. They become the constants of the waves.
 _ROOM = 32
 #: Epsilon of batch norms.
 _BATCH_EPS = 1e-5

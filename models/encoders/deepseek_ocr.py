@@ -192,8 +192,7 @@ class DeepSeekOCR(SamVision):
         inputs[0, d:] = self.class_row
         inputs[1:, :d] = features.reshape(-1, d)
         inputs[1:, d:] = bicubic(self.position_table, side, side, has_antialiasing=True)
-        axes, spans = np.zeros((3, len(inputs)), np.int32), np.zeros((2, 0), np.int32)
-        return FrameRows(inputs, axes, np.arange(1, len(inputs), dtype=np.int32), spans)
+        return FrameRows.in_order(inputs, first=1)
 
     def n_tokens(self, rows: int, columns: int, side: int) -> int:
         """Return the number of tokens of a grid of tiles, or of the complete view."""

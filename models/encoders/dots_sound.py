@@ -115,8 +115,7 @@ class Dots3NoteSound(SoundModel):
         rows = np.zeros((len(frame) // _FRAMES, self._n_inputs), np.float32)
         if x.size:
             rows[: x.shape[1]] = x.transpose(1, 2, 0).reshape(x.shape[1], -1)
-        places = np.arange(len(rows), dtype=np.int32)
-        return FrameRows(rows, np.zeros((3, len(rows)), np.int32), places, np.zeros((2, 0), np.int32))
+        return FrameRows.in_order(rows)
 
     def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
         frames: list[Samples] = []

@@ -94,6 +94,12 @@ class FrameRows:
     spans: NDArray[np.int32]  # [2, T]: first and end row of each patch's window; [2, 0] without windows
     stage: int = 0  # number of the frame's first stage, of `EncoderModel.n_alternatives`
 
+    @classmethod
+    def in_order(cls, inputs: Pixels, first: int = 0, step: int = 1) -> FrameRows:
+        """Return rows [T, n] without positions and windows. Every ``step``-th row from ``first`` on has an output."""
+        axes, spans = np.zeros((3, len(inputs)), np.int32), np.zeros((2, 0), np.int32)
+        return cls(inputs, axes, np.arange(first, len(inputs), step, dtype=np.int32), spans)
+
 
 @dataclass(frozen=True)
 class EncoderStage:
@@ -221,9 +227,7 @@ class EncoderModel:
 
     def following(self, rows: Pixels, frame: FrameRows) -> FrameRows:
         """Convert the output rows of a frame to the input of the second stage, `behind`."""
-        n = 1 if self.behind is None else self.behind.n_joined
-        axes, spans = np.zeros((3, len(rows)), np.int32), np.zeros((2, 0), np.int32)
-        return FrameRows(rows, axes, np.arange(0, len(rows), n, dtype=np.int32), spans)
+        return FrameRows.in_order(rows, step=1 if self.behind is None else self.behind.n_joined)
 
     def following_in_pieces(self, rows: Pixels, frame: FrameRows) -> Generator[None, None, FrameRows]:
         """Return the same result as `following`, but yield after each piece if the computation is long."""

@@ -278,9 +278,7 @@ class Gemma3n(Gemma3nEmbedder, VisionModel):
     # -- Computation -----------------------------------------------------------------------------------------------
 
     def rows_in_pieces(self, frame: NDArray[np.uint8]) -> Generator[None, None, FrameRows]:
-        features = yield from self.features(self.normalised(frame))
-        places = np.arange(len(features), dtype=np.int32)
-        return FrameRows(features, np.zeros((3, len(features)), np.int32), places, np.zeros((2, 0), np.int32))
+        return FrameRows.in_order((yield from self.features(self.normalised(frame))))
 
     def features(self, pixels: Pixels) -> Generator[None, None, Pixels]:
         """Return the features of an image's tokens, [256, n_embd], from pixels [height, width, 3]."""

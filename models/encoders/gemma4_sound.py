@@ -251,9 +251,7 @@ class Gemma4Sound(Conformer):
         """Return the rows of the convolutions' result [time, bands, channels]."""
         ones = np.zeros((len(x), self.n_heads, self.head_dim + 32), np.float32)
         ones[:, :, self.head_dim : -16] = 1
-        rows = np.hstack([x.reshape(len(x), -1), ones.reshape(len(x), -1)])
-        places = np.arange(len(rows), dtype=np.int32)
-        return FrameRows(rows, np.zeros((3, len(rows)), np.int32), places, np.zeros((2, 0), np.int32))
+        return FrameRows.in_order(np.hstack([x.reshape(len(x), -1), ones.reshape(len(x), -1)]))
 
     def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
         pieces = (source[i : i + _PIECE] for i in range(0, len(source), _PIECE))
@@ -302,8 +300,7 @@ class Gemma4UnifiedSound(SoundModel):
         self.graph.add(ops.Linear(x, self.weights.matrix("mm.a.input_projection", self.n_samples, self.width)))
 
     def rows(self, frame: NDArray[Any]) -> FrameRows:
-        places = np.arange(len(frame), dtype=np.int32)
-        return FrameRows(frame, np.zeros((3, len(frame)), np.int32), places, np.zeros((2, 0), np.int32))
+        return FrameRows.in_order(frame)
 
     def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
         rows = np.pad(source, (0, -len(source) % self.n_samples)).reshape(-1, self.n_samples)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Rows, Tensor
 from localllm.kernels.operations import Input, Outputs, SideBySide
+from localllm.kernels.reference import softmax
 from localllm.models.blocks import layer_norm
 from localllm.models.encoders import qformer
 from localllm.models.encoders.conformer import Conformer, WavesOfTable, folded_norm
@@ -101,11 +102,7 @@ class GraniteSpeech(Conformer):
     def read(self) -> None:
         number, n = self.number, self.n_layers
         self.check_heads()
-        self.n_mels, self.side, self.max_distance = (
-            number("num_mel_bins"),
-            number("chunk_size"),
-            number("max_pos_emb"),
-        )
+        self.n_mels, self.side, self.max_distance = map(number, ("num_mel_bins", "chunk_size", "max_pos_emb"))
         self.size, rate = number("projector.window_size"), number("projector.downsample_rate")
         self.former_heads, self.n_queries = number("projector.head_count"), self.size // rate
         self.tapped = self.meta.find("audio.feature_layer") or []
@@ -167,12 +164,7 @@ class GraniteSpeech(Conformer):
         self.queries[:, :, n:] = self.table("a.proj_query", 1, self.n_queries, d)
         x, y, is_of_window, is_query = (
             self._input(first, width, total)
-            for first, width in (
-                (0, n),
-                (n, d),
-                (n + d, qformer.FLAGS),
-                (n + d + qformer.FLAGS, qformer.FLAGS),
-            )
+            for first, width in ((0, n), (n, d), (n + d, qformer.FLAGS), (n + d + qformer.FLAGS, qformer.FLAGS))
         )
         y = layer_norm(self.at(eps=qformer.EPS), "a.proj_norm", y)
         self.graph.layer = 0
@@ -209,10 +201,7 @@ class GraniteSpeech(Conformer):
             x = rows[:, -self.n_embd :]
             for i in range(0, len(rows), _ROWS):
                 (matrix, bias), (back, back_bias) = self._symbols
-                scores = x[i : i + _ROWS] @ matrix + bias
-                shares = np.exp(scores - scores.max(axis=1, keepdims=True))
-                shares /= shares.sum(axis=1, keepdims=True)
-                x[i : i + _ROWS] += shares @ back + back_bias
+                x[i : i + _ROWS] += softmax(x[i : i + _ROWS] @ matrix + bias) @ back + back_bias
                 yield
             return FrameRows(rows, frame.axes, frame.outputs, frame.spans, stage=1)
         n = -(-len(rows) // self.size)

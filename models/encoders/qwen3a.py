@@ -110,8 +110,7 @@ class Qwen3Sound(SoundModel):
             n = _n_tokens(len(chunk))
             rows_of_chunks.append(np.hstack([x.transpose(1, 2, 0).reshape(x.shape[1], -1), self.position_table])[:n])
         rows = np.concatenate(rows_of_chunks)
-        places = np.arange(len(rows), dtype=np.int32)
-        return FrameRows(rows, np.zeros((3, len(rows)), np.int32), places, np.zeros((2, 0), np.int32))
+        return FrameRows.in_order(rows)
 
     def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
         mel = log_mel(np.pad(source, (0, max(0, self.least - len(source)))), self.n_mels)

@@ -132,14 +132,6 @@ PROJECTORS: dict[str, Projector] = {
         "granite_speech granite_speech_plus",
         kind="audio",
     ),
-    "qwen3a": Projector(
-        "qwen3a",
-        "Qwen3Sound",
-        "Qwen 3 ASR, Qwen 3 Omni",
-        "qwen3 qwen3vl qwen3vlmoe",
-        "qwen3_asr qwen3_omni_moe",
-        kind="audio",
-    ),
     "meralion": Projector("whisper", "MERaLiON", "MERaLiON 2", "gemma2", "meralion2", kind="audio"),
     "musicflamingo": Projector(
         "whisper", "AudioFlamingo", "Audio Flamingo 3", "qwen2", "audioflamingo3", kind="audio"
@@ -148,6 +140,14 @@ PROJECTORS: dict[str, Projector] = {
         "whisper", "Qwen25OmniSound", "Qwen 2.5-Omni", "qwen2vl", "qwen2_5_omni", kind="audio"
     ),
     "qwen2a": Projector("whisper", "Qwen2Audio", "Qwen 2-Audio", "qwen2", "qwen2_audio", kind="audio"),
+    "qwen3a": Projector(
+        "qwen3a",
+        "Qwen3Sound",
+        "Qwen 3 ASR, Qwen 3 Omni",
+        "qwen3 qwen3vl qwen3vlmoe",
+        "qwen3_asr qwen3_omni_moe",
+        kind="audio",
+    ),
     "ultravox": Projector("whisper", "Ultravox", "Ultravox 0.5", "llama qwen3 gemma3", "ultravox", kind="audio"),
     "voxtral": Projector("whisper", "Voxtral", "Voxtral", "llama", "voxtral", kind="audio"),
 }

@@ -107,8 +107,7 @@ class Step3VL(VisionModel):
         windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(0, 1))[::2, ::2]
         yield
         inputs = np.ascontiguousarray(windows.reshape(windows.shape[0] ** 2, -1))
-        places = np.arange(len(inputs), dtype=np.int32)
-        return FrameRows(inputs, np.zeros((3, len(inputs)), np.int32), places, np.zeros((2, 0), np.int32))
+        return FrameRows.in_order(inputs)
 
     def n_tokens(self, side: int) -> int:
         """Return the number of tokens of a square of pixels."""

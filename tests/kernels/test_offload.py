@@ -9,6 +9,7 @@ import pytest
 
 from localllm.errors import KernelError
 from localllm.gguf import GGUFFile
+from localllm.kernels.backend import weights_of
 from localllm.kernels.graph import Graph, Rows, Weight
 from localllm.kernels.offload import Offloaded, Receive, Send, offload
 from localllm.kernels.operations import HostEdit, Linear
@@ -17,7 +18,7 @@ from localllm.models.registry import read_model
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
 from tests.helpers.weights import Tensor
-from tests.models.tiny import TINY, make_model, write
+from tests.models.tiny import ENCODER_DECODERS, TINY, make_model, write
 
 EXPERTS = Overrides(n_layers=None)
 
@@ -89,6 +90,19 @@ def test_each_weight_is_in_one_of_the_graphs(shared: Graph) -> None:
         assert on_device | on_host == {w for node in shared.nodes for w in node.operation.weights}
         matrices = {w for w in on_host if len(w.shape) > 1}
         assert matrices == {w for w in on_device | on_host if len(w.shape) > 1 and overrides.is_on_host(w)}
+
+
+def test_the_graph_of_a_prompt_is_divided_too(tmp_path: Path) -> None:
+    entry = ENCODER_DECODERS["t5"]
+    with GGUFFile.open(write(tmp_path / "model.gguf", entry, make_model(entry))) as file:
+        graph = read_model(file).graph
+    for rules in (("ffn=CPU",), ("ffn=CPU", "cross_attn_k=CPU")):
+        graphs = divided(graph, *rules)
+        on_device, on_host = ({use.weight for use in weights_of(g)} for g in (graphs.device, graphs.host))
+        assert not on_device & on_host
+        assert on_device | on_host == {use.weight for use in weights_of(graph)}
+        assert graphs.device.prompt is not None
+        assert (graphs.host.prompt is None) == (len(rules) == 1)
 
 
 def test_a_graph_without_matrices_on_the_host_is_not_divided(shared: Graph) -> None:

@@ -17,8 +17,10 @@ from localllm.engine.runner import BatchItem, ModelRunner
 from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.loading.media_encoder import MediaEncoder
+from localllm.loading.overrides import NO_OVERRIDES, Overrides
 from localllm.models.registry import read_model
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
+from tests.helpers.offloading import OffloadingBackend
 from tests.helpers.recorder import CPUOps, ReferenceOps, backend_of, compile_split
 from tests.models.tiny import ENCODER_DECODERS, make_model, write
 
@@ -140,10 +142,16 @@ def test_a_decoder_is_split_by_layers(tmp_path: Path) -> None:
     check("t5", path, ops, 5e-3, layers=(range(1), range(1, 2), range(2, 3)))
 
 
+#: Matrices of the decoder, and of the graph of prompts.
+ON_HOST = Overrides(("ffn=CPU", "cross_attn_k=CPU", "token_embd=CPU"))
+
+
 @pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
-def test_cuda_computes_what_transformers_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overrides", [NO_OVERRIDES, Overrides(("ffn=CPU",)), ON_HOST])
+def test_cuda_computes_what_transformers_does(overrides: Overrides, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", ENCODER_DECODERS["t5"], model_of("t5"))
-    with decoder(path, emulated_cuda()) as ours:
+    device: Any = emulated_cuda()
+    with decoder(path, OffloadingBackend(device, overrides) if overrides else device) as ours:
         ours.encoder.backend = CPUOps(threads=2).backend  # encoders run on the CPU
         begun, theirs = ours.begin(PROMPTS[1]), expected("t5", PROMPTS[1], TOKENS[:6])
         logits = np.concatenate([ours.run(begun(TOKENS[:5])), ours.run(begun(TOKENS[5:6]))])

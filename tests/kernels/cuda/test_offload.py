@@ -206,7 +206,7 @@ def test_experts_that_exceed_memory_stay_in_the_file(load: Callable[..., LLM], p
 
 def test_layers_split_by_rows_have_their_experts(load: Callable[..., LLM], path: Path) -> None:
     driver = EmulatedDriver(2)
-    with pytest.raises(UsageError, match="experts cannot be on the CPU if each layer is on several GPUs: leave out"):
+    with pytest.raises(UsageError, match="experts cannot be on the CPU if each layer is on several GPUs: omit"):
         load(path, emulated_cuda(driver, 0), emulated_cuda(driver, 1), split_mode="row", n_cpu_moe=1)
 
 

@@ -188,7 +188,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "dots_ocr": Family(
         "DotsOCR",
-        "DotsOCRConfig",
+        "ImageModelConfig",
         {
             "text_config": TEXT | {"hidden_size": 48, "tie_word_embeddings": False},
             "vision_config": SIGLIP,
@@ -446,7 +446,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi4": Family(
         "Phi4V",
-        "Phi4VConfig",
+        "ImageModelConfig",
         {
             "text_config": TEXT,
             "vision_config": siglip("siglip2_vision_model", num_patches=16, num_hidden_layers=3)
@@ -528,7 +528,7 @@ FAMILIES |= {
     ),
     "youtuvl": Family(
         "YoutuVL",
-        "YoutuVLConfig",
+        "ImageModelConfig",
         {
             "text_config": TEXT | YOUTU | {"num_key_value_heads": 4},
             "vision_config": siglip("siglip2_vision_model", num_patches=16, num_hidden_layers=3)
@@ -541,7 +541,7 @@ FAMILIES |= {
     ),
     "adapter": Family(
         "GlmEdgeV",
-        "GlmEdgeVConfig",
+        "ImageModelConfig",
         {
             "text_config": TEXT | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
             "vision_config": siglip("siglip_vision_model", image_size=56, patch_size=14, vision_use_head=False),
@@ -551,7 +551,7 @@ FAMILIES |= {
     ),
     "nemotron_v2_vl": Family(
         "NemotronVL",
-        "NemotronVLConfig",
+        "ImageModelConfig",
         {
             "text_config": TEXT | NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
             "vision_config": SIGLIP

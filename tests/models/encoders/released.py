@@ -209,7 +209,9 @@ def as_deepseek_ocr(folder: Path) -> None:
     (folder / "processor_config.json").write_text(json.dumps(processor), "utf-8")
 
 
-class DotsOCRConfig:
+class ImageModelConfig:
+    """Settings of a text model and of its image encoder."""
+
     def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
         self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
 
@@ -217,7 +219,7 @@ class DotsOCRConfig:
 class DotsOCR(torch.nn.Module):  # type: ignore[misc, name-defined]
     """dots.ocr: the dense layers of Dots 3 Note's encoder, without norms of queries and keys, and Qwen 2."""
 
-    def __init__(self, config: DotsOCRConfig) -> None:
+    def __init__(self, config: ImageModelConfig) -> None:
         super().__init__()
         self.config, n = config, config.vision["num_hidden_layers"]
         text = transformers.Qwen2Config(**config.text)
@@ -268,15 +270,10 @@ class DotsOCR(torch.nn.Module):  # type: ignore[misc, name-defined]
         save_file(tensors, folder / "model.safetensors")
 
 
-class Phi4VConfig:
-    def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
-        self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
-
-
 class Phi4V(torch.nn.Module):  # type: ignore[misc, name-defined]
     """Phi-4 reasoning vision: SigLIP 2 without its last layer, two matrices, and Phi-3."""
 
-    def __init__(self, config: Phi4VConfig) -> None:
+    def __init__(self, config: ImageModelConfig) -> None:
         super().__init__()
         self.config = config
         vision, text = transformers.Siglip2VisionConfig(**config.vision), transformers.Phi3Config(**config.text)
@@ -336,15 +333,10 @@ class Phi4VProcessor:
         return {name: torch.cat(values) for name, values in seen.items()}
 
 
-class YoutuVLConfig:
-    def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
-        self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
-
-
 class YoutuVL(torch.nn.Module):  # type: ignore[misc, name-defined]
     """Youtu-VL: the layers of SigLIP 2 with another attention, a merger, and Youtu-LLM. Patches stay row by row."""
 
-    def __init__(self, config: YoutuVLConfig) -> None:
+    def __init__(self, config: ImageModelConfig) -> None:
         super().__init__()
         self.config = config
         vision, text = transformers.Siglip2VisionConfig(**config.vision), transformers.YoutuConfig(**config.text)
@@ -429,15 +421,10 @@ class YoutuVLProcessor:
             percent -= 2
 
 
-class GlmEdgeVConfig:
-    def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
-        self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
-
-
 class GlmEdgeV(torch.nn.Module):  # type: ignore[misc, name-defined]
     """GLM-Edge-V: SigLIP, an adapter with a convolution and a gate, and GLM."""
 
-    def __init__(self, config: GlmEdgeVConfig) -> None:
+    def __init__(self, config: ImageModelConfig) -> None:
         super().__init__()
         self.config = config
         vision, text = transformers.SiglipVisionConfig(**config.vision), transformers.GlmConfig(**config.text)
@@ -478,15 +465,10 @@ class GlmEdgeV(torch.nn.Module):  # type: ignore[misc, name-defined]
         save(self, folder, values | {"vision_config": self.vit.config.to_dict()}, names)
 
 
-class NemotronVLConfig:
-    def __init__(self, text_config: dict[str, Any], vision_config: dict[str, Any], image_token_id: int) -> None:
-        self.text, self.vision, self.image_token_id = text_config, vision_config, image_token_id
-
-
 class NemotronVL(torch.nn.Module):  # type: ignore[misc, name-defined]
     """Nemotron Nano 2 VL: transformers' RADIO, a projector and Nemotron-H."""
 
-    def __init__(self, config: NemotronVLConfig) -> None:
+    def __init__(self, config: ImageModelConfig) -> None:
         super().__init__()
         self.config = config
         vision, text = transformers.RadioConfig(**config.vision), transformers.NemotronHConfig(**config.text)
