@@ -194,6 +194,8 @@ class Checkpoint(ConvertedFolder):
                 f"config.json and the tensors of {path_text(folder)} do not make a {self.architecture} model "
                 f"({type(error).__name__}: {error!s:.150}): is the folder complete, and of this architecture?"
             ) from error
+        if only_block and not any(name.startswith("blk.") for name in self.tensors):
+            raise UsageError(f"{path_text(folder)} has no tensors of a block for multi-token prediction")
         embedding, target_metadata = self.tensors.get("token_embd.weight"), {} if target is None else target.metadata
         n_vocab = embedding.shape[0] if embedding else 0
         metadata = (

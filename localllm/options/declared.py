@@ -214,8 +214,8 @@ STOPS = OptionKind(
     json=str | list[str],
 )
 _RULES = OptionKind(
-    "rules such as 'exps=CPU' or 'blk.0.ffn=CUDA0,exps=CPU', or a list of rules: a regular expression, = and CPU or "
-    "CUDA0",
+    "rules such as 'exps=CPU' or 'blk.0.ffn=CUDA0,exps=CPU', or a list of rules: each is a valid regular expression, "
+    "followed by =CPU or =CUDA0",
     _read_rules,
     metavar="RULES",
 )

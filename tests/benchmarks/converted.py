@@ -338,6 +338,8 @@ def main() -> None:
     parser.add_argument("--binding", metavar="PYTHON")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_intermixed_args()
+    if unknown := [name for name in options.names if name not in MODELS]:
+        parser.error(f"no tiny model is called {', '.join(unknown)}: choose names from tests/models/tiny.py")
     warnings.simplefilter("ignore")
     print(f"{'':20} {'reference':>9} {'CPU':>9} {'converted':>9} {'llama.cpp':>9}")
     results = defaultdict[str, list[Result]](list)

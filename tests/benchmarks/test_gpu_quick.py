@@ -157,7 +157,9 @@ def test_the_site_folder(packed: Path, tmp_path: Path) -> None:
     assert done.stdout == f"7 {ROOT / 'tests' / 'benchmarks' / 'gpu' / 'sections.py'}\n"
 
 
-@pytest.mark.parametrize("words", [["run", "--steps", "banana"], ["run", "--minutes", "nan"], ["pack"]])
+@pytest.mark.parametrize(
+    "words", [["run", "--steps", "banana"], ["run", "--minutes", "nan"], ["run", "missing"], ["pack"]]
+)
 def test_invalid_arguments(words: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         quick.main(words)

@@ -166,3 +166,9 @@ def test_the_block_belongs_to_its_model(tmp_path: Path) -> None:
     with localllm.load(path, draft_model=drafts, context=64, threads=1) as llm:
         assert llm.info.draft is not None
         assert (llm.info.placement, llm.info.draft.placement) == planned.placements
+
+
+def test_a_checkpoint_without_tensors_of_its_block_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", TINY["glm4moe"], make_model(TINY["glm4moe"]))
+    with pytest.raises(UsageError, match="has no tensors of a block for multi-token prediction"):
+        Checkpoint(tmp_path / "model.hf", only_block=True)

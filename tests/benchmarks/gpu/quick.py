@@ -3,6 +3,8 @@
     python tests/benchmarks/gpu/quick.py pack build/gpu                  on a machine with a network
     python3 tests/benchmarks/gpu/quick.py run build/gpu --out results    on the machine with the GPU
 
+    python tests/benchmarks/gpu/quick.py run --emulated --steps environment,ceilings    without a GPU, to try it
+
 `pack` writes packages, tiny models with their logits, and the list of kernels to compile: see
 `tests.benchmarks.gpu.pack`.  `run` needs only the standard library: it unpacks the packages into a temporary folder,
 and runs each section of `tests.benchmarks.gpu.run` in a process of its own.  A process that takes too long is killed
@@ -76,6 +78,7 @@ STEPS = (
     Step("layers", 25),
     Step("tests", 30),
 )
+_SECTIONS = tuple(dict.fromkeys(step.section for step in STEPS))
 #: Part of a step's time after which its process starts no further row.
 _LAST_ROW = 0.85
 #: Characters of a log's last lines in a message, and of a file in log.txt.
@@ -216,7 +219,7 @@ def run(given: argparse.Namespace) -> int:
             lambda found: write(out, head, found),
         )
     faults = [fault for found in results for fault in found.faults]
-    print(f"\nwritten: {out / 'gpu.md'}, {out / 'gpu.jsonl'}, {out / 'log.txt'}; {len(faults)} faults")
+    print(f"\nwritten: {out / 'gpu.md'}, {out / 'gpu.jsonl'}, {out / 'log.txt'}; faults: {len(faults)}")
     for fault in faults:
         print(f"fault: {fault}", flush=True)
     return _NO_GPU if steps.reason else _FAULTS if faults else _GOOD
@@ -228,10 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     packing = commands.add_parser("pack", help="on a machine with a network")
     packing.add_argument("packages", type=Path, help="folder for the packages")
     running = commands.add_parser("run", help="on the machine with the GPU")
-    running.add_argument("packages", type=Path, nargs="?", help="the folder that pack wrote")
+    running.add_argument(
+        "packages", type=Path, nargs="?", help="the folder that pack wrote (default: the installed packages)"
+    )
     running.add_argument("--out", type=Path, default=Path("results"), help="folder for the results")
     running.add_argument("--minutes", type=float, default=9.0, help="for the whole run (default: 9)")
-    running.add_argument("--steps", default="", help="sections, comma-separated (default: all)")
+    running.add_argument("--steps", default="", help=f"comma-separated (default: {','.join(_SECTIONS)})")
     running.add_argument(
         "--emulated", action="store_true", help="try the run on emulated GPUs; times are meaningless"
     )
@@ -240,8 +245,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tests.benchmarks.gpu.pack import pack
 
         return pack(given.packages)
-    if unknown := set(filter(None, given.steps.split(","))) - {step.section for step in STEPS}:
-        parser.error(f"unknown steps: {', '.join(sorted(unknown))}")
+    if unknown := set(filter(None, given.steps.split(","))) - {*_SECTIONS}:
+        parser.error(f"unknown steps: {', '.join(sorted(unknown))}; choose from {', '.join(_SECTIONS)}")
+    if given.packages is not None and not (given.packages / "wheels").is_dir():
+        parser.error(f"{given.packages} has no folder wheels: create it with quick.py pack {given.packages}")
     if not 0 < given.minutes < math.inf:
         parser.error(f"--minutes is {given.minutes:g}, but must be a number above 0")
     return run(given)
