@@ -1038,7 +1038,7 @@ class LLM:
         else:
             ids = self._prompt_ids(prompt, add_special, parse_special)
             if checked.overflow == "truncate":
-                ids = truncate(ids, context - checked.reserved_for_reply(context), self._tokenizer.bos_id)
+                ids = truncate(ids, self._prompt_limit(checked, context), self._tokenizer.bos_id)
         # After text, the first space belongs to the continuation; after BOS or a control token it does not.
         continuation = ids[-1] >= 0 and not self._tokenizer.is_special(ids[-1])
         more: dict[str, Any] = {"truncatable": not media, "media": prompt_media, "on_end": on_end}
@@ -1094,6 +1094,10 @@ class LLM:
     def _reads_by_encoder(self) -> bool:
         """Whether an encoder reads prompts."""
         return self._opened().graph.prompt is not None
+
+    def _prompt_limit(self, checked: CheckedOptions, context: int) -> int:
+        """Return the maximum tokens of a truncated prompt. The start token of a decoder is not part of the prompt."""
+        return context - checked.reserved_for_reply(context) - self._reads_by_encoder
 
     def _encoder_of(self, media: Sequence[Media]) -> MediaEncoder:
         """Return the encoder of images and audio.  Raises UsageError if the encoder does not support ``media``."""
@@ -1160,7 +1164,7 @@ class LLM:
         encode = self._chat_encoder(tools, variables, reply_prefix)
         chat = read_messages(messages, may_open_files=True)
         (ids, prompt_media), n_turns = encode(chat), sum(message.role == "user" for message in chat)
-        limit = context - checked.reserved_for_reply(context)
+        limit = self._prompt_limit(checked, context)
         if checked.overflow == "truncate" and len(ids) > limit and n_turns > 1:
             # The prompt's length grows with the number of turns, so bisection finds the smallest number to omit.
             n_omitted = range(1, n_turns - 1)
@@ -1241,7 +1245,11 @@ class LLM:
             mappings("tools", tools)
         text("reply_prefix", reply_prefix)
         if reply_prefix and self._reads_by_encoder:
-            raise UsageError(Argument("reply_prefix"), " is not used by a model with an encoder of prompts: omit it")
+            raise UsageError(
+                "an encoder reads the model's prompts, so the model cannot continue a reply: end the chat with a "
+                "user's message, without ",
+                Argument("reply_prefix"),
+            )
         template = self.chat_template
         if template.is_fallback:
             warn(f"{self._info.path} has no chat template: ChatML is used, which the model may not know")

@@ -45,6 +45,7 @@ class PreparedMedia:
     # True if positions are the place in the image and the image's number in the prompt. The first and the last token
     # are then not part of the grid and have positions like text.
     is_numbered: bool = False
+    text: Sequence[int] = ()  # tokens of a prompt that an encoder reads
 
     @cached_property
     def ids(self) -> list[int]:

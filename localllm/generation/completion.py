@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from localllm.chat.conversation import ToolCall
 from localllm.engine.drafting import Drafts
 from localllm.engine.engine import Engine
+from localllm.engine.media import text_ids
 from localllm.engine.request import FinishReason, Request, Timings, Usage
 from localllm.errors import UsageError
 from localllm.options.foreign_names import THEIR_RESULTS, no_attribute
@@ -337,6 +338,13 @@ class Stream:
     def tokens(self) -> tuple[int, ...]:
         """Prompt tokens and generated tokens. Negative ids are placeholders of images."""
         return tuple(self._request.tokens)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Tokens of the prompt's text, without placeholders of images."""
+        request = self._request
+        read_by_encoder = [id_ for span in request.media.placed for id_ in span.media.text]
+        return read_by_encoder or text_ids(request.tokens[: request.n_prompt])
 
     @property
     def usage(self) -> Usage:

@@ -560,9 +560,10 @@ def compile_template(source: TemplateSource, tokenizer: Tokenizer) -> ChatTempla
 def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
     progress = of_stage(options.progress, "kernels")
     devices = open_devices(options.device, threads=options.threads, isa=options.isa, progress=progress)
-    if options.split_mode != "row":
-        return devices
     try:
+        _check_rules(options, [device.name for device in devices if device.name.startswith("cuda")])
+        if options.split_mode != "row":
+            return devices
         if options.tensor_split is not None:
             why = " is for a model split by layers: leave it out, or "
             raise UsageError(Argument("tensor_split"), why, Argument("split_mode", "row"))
@@ -634,6 +635,17 @@ def _plan(
     if advice:  # free memory does not raise the user's limit
         missing = missing._replace(host=0)
     return planners, Plan(placements, free, notices, sees, missing)
+
+
+def _check_rules(options: LoadOptions, gpus: Sequence[str]) -> None:
+    """Raise UsageError if a rule for tensors names a GPU that the model does not use, unless it uses no GPU."""
+    for rule in _overrides(options).rules if gpus else ():
+        number = rule.rpartition("CUDA")[2]
+        if number.isdecimal() and int(number) >= len(gpus) and f"cuda:{number}" not in gpus:
+            words = (
+                f" has the rule {rule!r:.80}, but the model uses {', '.join(gpus)}: name one of these GPUs, or CPU"
+            )
+            raise UsageError(Argument("override_tensor"), words)
 
 
 def _overrides(options: LoadOptions) -> Overrides:

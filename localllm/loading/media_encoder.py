@@ -193,7 +193,7 @@ class MediaEncoder:
     def encoded_prompt(self, ids: Sequence[int]) -> tuple[list[int], PromptMedia]:
         """Return the decoder's tokens for a prompt: a placeholder per token of the prompt, and the start token."""
         model: Any = self.model
-        medium = self.as_media(model.prepare(ids))
+        medium = replace(self.as_media(model.prepare(ids)), text=tuple(ids))
         return [*medium.ids, model.start_id], PromptMedia([MediaTokens(0, medium)])
 
     def prompt(

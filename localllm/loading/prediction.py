@@ -98,7 +98,9 @@ class Predictor:
 
     @classmethod
     def of(cls, path: Path, placement: Placement, threads: int | None = None, **options: Any) -> Self | None:
-        """Return a predictor for a file; None for the reference, and for layers that several devices share.
+        """Return a predictor for a file.
+
+        None for the reference, for layers that several devices share, and for models whose prompts an encoder reads.
 
         Measures the rates that are not known, in a second or two.
 
@@ -113,6 +115,8 @@ class Predictor:
             choose_threads(choose(options.get("isa")), options.get("progress"))
         with GGUFFile.open(path) as file:
             graph = read_model(file, placement.context, placement.cache_type).graph
+        if graph.prompt is not None:
+            return None
         if placement.devices == ("cpu",):
             predictor = cls.known(graph, placement, threads, **options)
         else:
@@ -149,13 +153,13 @@ class Predictor:
         isa: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self | None:
-        """Return a predictor that measures nothing; None if the number of threads is not known.
+        """Return a predictor that measures nothing; None if the number of threads is not known. See `of`.
 
         Args:
             decode_threads: threads for generating tokens; defaults to ``threads``.
             progress: called with the numbers of compiled kernels and of kernels to compile.
         """
-        if placement.devices != ("cpu",):
+        if placement.devices != ("cpu",) or graph.prompt is not None:
             return None
         rates = _cpu_rates(graph, placement, threads, decode_threads, isa, progress)
         return None if rates is None else cls(graph, placement, (_CPUPart(graph, rates),))

@@ -166,9 +166,9 @@ def _read_rules(value: object) -> tuple[str, ...] | None:
         for rule in single:
             pattern, _, device = rule.partition("=")
             re.compile(pattern)
-            if not pattern or not re.fullmatch(r"CPU|CUDA[0-9]+", device):
+            if not pattern or not re.fullmatch(r"CPU|CUDA[0-9]{1,3}", device):
                 return None
-    except re.error:
+    except (re.error, OverflowError, RecursionError):
         return None
     return tuple(single) or None
 

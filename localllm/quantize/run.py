@@ -194,8 +194,8 @@ def _override(pattern: str, type: str) -> tuple[re.Pattern[str], GGMLType]:
         )
     try:
         return re.compile(pattern), ggml_type
-    except re.error as error:
-        raise UsageError(f"{pattern!r} is not a valid regular expression: {error}") from None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UsageError(f"{pattern!r:.80} is not a valid regular expression: {error}") from None
 
 
 def _check_source(source: SourceTensor, new: GGMLType, allow_requantize: bool) -> None:

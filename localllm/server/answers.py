@@ -21,7 +21,6 @@ from localllm.chat.rendering import described_tools
 from localllm.chat.reply import CallDelta
 from localllm.chat.tool_choice import ChosenTools, Tools
 from localllm.engine.drafting import Drafts
-from localllm.engine.media import text_ids
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import Argument, UsageError
 from localllm.generation.completion import Chunk, Stream
@@ -359,9 +358,7 @@ class PendingReplies:
 
     def prompt_text(self, index: int) -> str:
         """Return the prompt of a reply, including the names of control tokens."""
-        stream = self.streams[index]
-        ids = text_ids(stream.tokens[: stream.usage.prompt_tokens])
-        return self.llm.tokenizer.decode(ids, special=True)
+        return self.llm.tokenizer.decode(self.streams[index].prompt_ids, special=True)
 
     def stop(self) -> None:
         """Ends the replies because the server stops.  Their readers get an error."""

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from localllm.console import messages_to, visible, visible_line
-from localllm.engine.media import text_ids
 from localllm.server.records import RequestRecord, current_id
 
 LogFormat = Literal["text", "json"]
@@ -98,9 +97,9 @@ def _prompts(record: RequestRecord) -> str:
         return ""
     texts = []
     for stream in record.streams[:: record.n]:
-        n = stream.usage.prompt_tokens
-        text = record.llm.tokenizer.decode(text_ids(stream.tokens[: min(n, _MAX_PROMPT)]), special=True)
-        texts.append(f"{text} …" if n > _MAX_PROMPT else text)
+        ids = stream.prompt_ids
+        text = record.llm.tokenizer.decode(ids[:_MAX_PROMPT], special=True)
+        texts.append(f"{text} …" if len(ids) > _MAX_PROMPT else text)
     return "\n\n".join(texts)
 
 

@@ -21,7 +21,6 @@ from starlette.responses import Response
 
 from localllm.chat.conversation import Media, Message, ToolCall, decoded, read_message
 from localllm.chat.tool_choice import choose_tools
-from localllm.engine.media import text_ids
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
 from localllm.server import downloads
@@ -220,7 +219,8 @@ def _line(value: Any) -> bytes:
 
 def _context(pending: PendingReplies, reply: Reply) -> list[int]:
     """Return the tokens of prompt and reply without media tokens, for a request that continues the reply."""
-    ids, eos = text_ids(pending.streams[0].tokens), pending.llm.tokenizer.eos_id
+    stream, eos = pending.streams[0], pending.llm.tokenizer.eos_id
+    ids = [*stream.prompt_ids, *stream.tokens[stream.usage.prompt_tokens :]]
     is_whole = reply.finish_reason == "stop" and reply.stop_text is None
     return [*ids, eos] if is_whole and eos is not None else ids
 

@@ -170,11 +170,11 @@ def projectors_of(metadata: Mapping[str, Any]) -> dict[str, str]:
             f"the file has the architecture {quoted(architecture)}, not an image encoder: use an mmproj file"
         )
     keys = ("clip.projector_type", "clip.vision.projector_type", "clip.audio.projector_type")
-    names = [metadata[key] for key in keys if metadata.get(key) is not None]
+    names = [str(metadata[key]) for key in keys if metadata.get(key) is not None]
     if not names:
         raise ModelError("the mmproj file has no encoder of images or audio")
-    names += [f"{name} audio" for name in names if metadata.get("clip.has_audio_encoder")]
-    projectors = {PROJECTORS[name].kind: str(name) for name in names if name in PROJECTORS}
+    names += [f"{name} audio" for name in names if metadata.get("clip.has_audio_encoder") is True]
+    projectors = {PROJECTORS[name].kind: name for name in names if name in PROJECTORS}
     if not projectors:
         raise UnsupportedArchitectureError(
             f"the projector {quoted(names[0])} of the mmproj file is not supported; localllm supports "

@@ -18,6 +18,7 @@ from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.loading.media_encoder import MediaEncoder
 from localllm.loading.overrides import NO_OVERRIDES, Overrides
+from localllm.loading.prediction import Predictor
 from localllm.models.registry import read_model
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.offloading import OffloadingBackend
@@ -186,3 +187,35 @@ def test_texts_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert ids(chat) == ids(llm.generate("ab</s>", parse_special=True, **options))
         with pytest.raises(UsageError, match="an encoder reads the model's prompts"):
             llm.score("ab", ["c"])
+        with pytest.raises(UsageError, match="the model cannot continue a reply: end the chat with a user's message"):
+            llm.chat([{"role": "user", "content": "ab"}], reply_prefix="c")
+        for n in (0, 1, 4):  # the start token of the decoder takes a position, too
+            usage = llm.generate("a" * 2 * CONTEXT, max_tokens=n, ignore_eos=True, overflow="truncate").usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (CONTEXT - n, n)
+        assert Predictor.of(path, llm.info.placement, 2) is None  # an encoder takes most of a prompt's time
+
+
+def test_servers_report_the_text_of_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    httpx = pytest.importorskip("httpx")
+    from tests.helpers.http_server import Monitoring, demo, serving
+
+    path = write(tmp_path / "model.gguf", ENCODER_DECODERS["flan-t5"], model_of("flan-t5"))
+    caplog.set_level("INFO")
+    with serving(demo(path=path), monitoring=Monitoring(logs_prompts=True)) as server:
+
+        def post(route: str, **body: Any) -> Any:
+            return httpx.post(f"{server.url}{route}", json=body, timeout=60).raise_for_status().json()
+
+        more: dict[str, Any] = {"model": "demo", "stream": False, "options": {"num_predict": 4, "temperature": 0}}
+        first = post("/api/generate", prompt="ab", **more)
+        prompt = server.llm.tokenize_chat([{"role": "user", "content": "ab"}])
+        assert first["context"][: len(prompt)] == prompt
+        assert server.llm.detokenize(first["context"][len(prompt) :]) == first["response"]
+        second = post("/api/generate", prompt="cd", context=first["context"], **more)
+        assert second["prompt_eval_count"] > len(first["context"])
+        assert second["context"][: len(first["context"])] == first["context"]
+        assert post("/completion", prompt="ab", n_predict=1, verbose=True)["prompt"] == "<s>ab"
+    lines = [vars(record)["fields"] for record in caplog.records if record.name == "localllm.access"]
+    prompts = [str(fields.get("prompt")) for fields in lines]
+    assert prompts[0] == "<s>ab</s>"
+    assert prompts[-1] == "<s>ab"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,16 @@ def test_layers_split_by_rows_have_their_experts(load: Callable[..., LLM], path:
     driver = EmulatedDriver(2)
     with pytest.raises(UsageError, match="experts cannot be on the CPU if each layer is on several GPUs: omit"):
         load(path, emulated_cuda(driver, 0), emulated_cuda(driver, 1), split_mode="row", n_cpu_moe=1)
+
+
+@pytest.mark.parametrize(("rule", "is_valid"), [("exps=CUDA1", True), ("exps=CUDA2", False), ("a=CUDA999", False)])
+def test_rules_name_devices_of_the_model(load: Callable[..., LLM], path: Path, rule: str, is_valid: bool) -> None:
+    driver, rules = EmulatedDriver(2, peers=False), ["exps=CPU", rule]
+    with (
+        nullcontext() if is_valid else pytest.raises(UsageError, match="but the model uses cuda:0, cuda:1: name one")
+    ):
+        load(path, emulated_cuda(driver, 0), emulated_cuda(driver, 1), override_tensor=rules)
+    load(path, override_tensor=rules)
 
 
 def test_two_devices_and_the_cpu(load: Callable[..., LLM], path: Path) -> None:

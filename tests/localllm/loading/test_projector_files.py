@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from localllm.errors import UnsupportedArchitectureError
 from localllm.loading.projector_files import find_projectors, projector_names
+from localllm.models.encoders.registry import projectors_of
 
 ALPHA = ["alpha-7b-it-Q8_0.gguf", "mmproj-alpha-7b-it-f16.gguf", "mmproj-alpha-7b-it-Q8_0.gguf"]
 BETA = ["beta-7b-it-Q8_0.gguf", "mmproj-beta-7b-it-f16.gguf"]
@@ -58,3 +61,10 @@ def test_projectors_of_a_folder(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     own, others = find_projectors(tmp_path / BETA[0])
     assert (own, others) == ([tmp_path / BETA[1]], [tmp_path / ALPHA[2], tmp_path / ALPHA[1]])
+
+
+@pytest.mark.parametrize("value", [np.zeros(3, np.int32), 7, ["mlp"], np.zeros(3, bool)])
+def test_projectors_of_the_wrong_type(value: object) -> None:
+    metadata = {"general.architecture": "clip", "clip.projector_type": value, "clip.has_audio_encoder": value}
+    with pytest.raises(UnsupportedArchitectureError, match="of the mmproj file is not supported"):
+        projectors_of(metadata)

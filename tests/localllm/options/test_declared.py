@@ -93,6 +93,10 @@ def test_words_of_a_range_name_what_it_has() -> None:
         UsageError, match=r"^n_gpu_layers is -1, but must be .* at least 0, or None \(the largest number that fits\)$"
     ):
         LoadOptions(n_gpu_layers=-1)
+    patterns = "(", "a{99999999999999999999}", "(" * 5000 + ")" * 5000
+    for rule in (*(f"{pattern}=CPU" for pattern in patterns), "exps=CUDA" + "9" * 5000):
+        with pytest.raises(UsageError, match=r"^override_tensor is .*, but must be rules such as 'exps=CPU'"):
+            LoadOptions(override_tensor=rule)
     with pytest.raises(UsageError, match=r"^parallel is 0, but must be a whole number from 1 .*, or None \("):
         LoadOptions(parallel=0)
     with pytest.raises(UsageError, match=r"^context is a number of very many digits, but must be a whole number"):
