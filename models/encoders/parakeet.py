@@ -98,8 +98,8 @@ def _window() -> NDArray[np.float64]:
 class Parakeet(Conformer):
     """A conformer with rows of 80 ms, after five convolutions that numpy computes.
 
-    The spectrogram has one more frame than the audio, which is zero. If the row of this frame has no other frame, the
-    other rows do not see it, and it sees all rows equally.
+    A frame of zeros follows the spectrogram. If it is the only frame of a row, this row attends to all rows equally,
+    and the other rows do not attend to it.
     """
 
     marker = "<so_embedding>"
