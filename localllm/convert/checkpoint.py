@@ -48,7 +48,7 @@ Array = NDArray[Any]
 
 #: Tensors of a checkpoint that do not belong to the language model.
 _OTHERS = re.compile(
-    r"(^|\.)(mtp|talker|token2wav|code2wav|masked_embedding|vision(?!_expert|_mlp)(?:_\w+)?|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|patch_merge_mlp|vpm|resampler|apm|tts|audio_\w+|speech_\w+|ln_speech|multi_modal_projector|mm_projector|aligner|vqmodel|generation_\w+|connector|mlp_AR|(?:layerwise|spatial)_projectors|embed_vision"
+    r"(^|\.)(mtp|talker|token2wav|code2wav|masked_embedding|vision(?!_expert|_mlp)(?:_\w+)?|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|patch_merge_mlp|vpm|resampler|apm|tts|audio_\w+|speech_\w+|sound_\w+|ln_speech|multi_modal_projector|mm_projector|aligner|vqmodel|generation_\w+|connector|mlp_AR|(?:layerwise|spatial)_projectors|embed_vision"
     r"|embed_audio)\.|^((model\.)?merger|mlp1)\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$|image_newline$"
     r"|(^|\.)encoder\.(input_linear|out|out_mid|layers\.\d+\.(attn\.(pre_norm|rel_pos_emb|to_\w+)|conv|ff1|ff2|post_norm))\.|\.attention_dists$"

@@ -68,7 +68,7 @@ _MEDIA = """
     projectors_bias query_num resampler_attn_implementation s2_scales scale_resolution slice_config slice_mode
     spatial_merge_size use_image_id use_s2 visual
 """
-_MEDIA_PATTERN = r"(audio|image|mm|speech|video|vision)_.*"
+_MEDIA_PATTERN = r"(audio|image|mm|sound|speech|video|vision)_.*"
 
 
 def _matcher(names: str, pattern: str) -> Callable[[str], object]:

@@ -53,14 +53,16 @@ _OTHERS = re.compile(
 #: Ends of the names of tensors that are computed, or counted in training.
 _COMPUTED = (".inv_freq", "position_ids", ".num_batches_tracked")
 #: Kinds of encoders, and their sections of config.json.
-SECTIONS = {"vision_config": "image", "audio_config": "audio", "encoder_config": "audio", "speech_config": "audio"}
+SECTIONS = {"vision_config": "image"} | dict.fromkeys(
+    ("audio_config", "encoder_config", "speech_config", "sound_config"), "audio"
+)
 #: Sections of preprocessor_config.json of Kimi and of Dots 3 Note.
 _PROCESSOR_SECTIONS = ("media_proc_cfg", "vision_config")
 #: Sections of processor_config.json for audio.
 _AUDIO_SECTIONS = ("feature_extractor", "audio_processor")
 #: Tensors of numbered experts, which are stacked to one tensor in GGUF files.
 _EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
-_SOUNDS = re.compile(r"^(thinker\.)?(model\.)?(audio_tower|embed_audio|audio_encoder)\.")
+_SOUNDS = re.compile(r"^(thinker\.)?(model\.)?(audio_tower|embed_audio|audio_encoder|sound_\w+)\.")
 
 
 class MmprojCheckpoint(ConvertedFolder):

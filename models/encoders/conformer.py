@@ -52,6 +52,32 @@ class HeadsRepeated(WeightView):
 
 
 @dataclass(frozen=True, eq=False)
+class QueryBias(FloatView):
+    """The bias of `HeadsRepeated`: each head's bias for distances, then its bias for contents (arXiv:1901.02860).
+
+    ``whole``: the matrix.
+    """
+
+    n_heads: int
+    bias: Weight | None  # bias of the matrix
+    distances: Weight | None  # [n_heads, dim]
+    contents: Weight | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (2 * self.whole.shape[0],)
+
+    def values(self) -> NDArray[np.float32]:
+        heads = np.zeros((self.n_heads, 2, self.whole.shape[0] // self.n_heads), np.float32)
+        if self.bias is not None:
+            heads += floats(self.bias).reshape(self.n_heads, 1, -1)
+        for i, added in enumerate((self.distances, self.contents)):
+            if added is not None:
+                heads[:, i] += floats(added)
+        return heads
+
+
+@dataclass(frozen=True, eq=False)
 class HeadsAfterZeros(WeightView):
     """A matrix of keys [n_heads * dim, n_in] with `_ROOM` rows of zeros before the rows of each head."""
 
@@ -130,6 +156,60 @@ class WavesOfTable(FloatView):
         return Rope(angles, False, axes=(1,) * len(angles))
 
 
+@dataclass(frozen=True, eq=False)
+class WavesOfMatrix(FloatView):
+    """Matrices [n_heads, d, dim] from a query to coefficients of d / 2 waves, for a matrix of positions [d, d].
+
+    A vector of a distance is the product of the matrix and values of the distance: at 2 i the sine and at 2 i + 1 the
+    cosine of wave i, with the angles of Transformer's positions (arXiv:1706.03762).
+    """
+
+    n_heads: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, d = self.whole.shape
+        return self.n_heads, d, rows // self.n_heads
+
+    def values(self) -> NDArray[np.float32]:
+        heads = floats(self.whole).reshape(self.n_heads, -1, self.whole.shape[1]).swapaxes(1, 2)
+        return np.concatenate([heads[:, 1::2], -heads[:, ::2]], axis=1)
+
+    @property
+    def rope(self) -> Rope:
+        """The rotation of the waves by position."""
+        d = self.whole.shape[1]
+        return Rope((1e4 ** -(np.arange(0, d, 2) / d)).astype(np.float32), False)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchScale(FloatView):
+    """The factors of a batch norm: its weight, divided by deviations."""
+
+    variance: Weight
+
+    def values(self) -> NDArray[np.float32]:
+        scale: NDArray[np.float32] = floats(self.whole) / np.sqrt(floats(self.variance) + _BATCH_EPS)
+        return scale
+
+
+@dataclass(frozen=True, eq=False)
+class BatchBias(FloatView):
+    """The bias of a convolution and the batch norm after it. ``whole``: the norm's bias."""
+
+    scale: Weight
+    mean: Weight | None
+    bias: Weight | None  # bias of the convolution
+
+    def values(self) -> NDArray[np.float32]:
+        shift = np.zeros(self.whole.shape, np.float32)
+        if self.mean is not None:
+            shift -= floats(self.mean)
+        if self.bias is not None:
+            shift += floats(self.bias)
+        return floats(self.whole) + shift * floats(self.scale)
+
+
 class Conformer(SoundModel):
     #: Name of the norm of a layer's output.
     last_norm = "ln2"
@@ -139,6 +219,10 @@ class Conformer(SoundModel):
         x = self.attend(at, x, cache, rope)
         x = self.convolution(at, x)
         return self.norm(at, self.last_norm, self.half_mlp(at, x, "_1"))
+
+    def masked(self, at: Layer, x: Tensor) -> Tensor:
+        """Return x with zeros in rows of padding: queries and the input of a convolution. By default, unchanged."""
+        return x
 
     def half_mlp(self, at: Layer, x: Tensor, which: str) -> Tensor:
         y = at.linear(self.norm(at, f"ffn_norm{which}", x), f"ffn_up{which}", self.n_ff)
@@ -153,11 +237,11 @@ class Conformer(SoundModel):
         return at.add(ops.Gated(gate, up, "sigmoid"))
 
     def convolution(self, at: Layer, x: Tensor) -> Tensor:
-        shape = at.weights.shape("conv_dw.weight")
+        shape = at.weights.shape("conv_dw.weight")[-2:]
         if len(shape) != 2 or not shape[1]:
             raise ModelError("the convolutions of the audio encoder are missing: is the file complete?")
         n, size = shape
-        y = self.gated_halves(at, at.linear(self.norm(at, "norm_conv", x), "conv_pw1", 2 * n))
+        y = self.masked(at, self.gated_halves(at, at.linear(self.norm(at, "norm_conv", x), "conv_pw1", 2 * n)))
         state = at.graph.state("conv", size - 1, n)
         kernel, bias = self.kernel(at.weights, n, size)
         y = at.add(ops.CausalConv(y, kernel, state, bias, silu=True, ahead=(size - 1) // 2))
@@ -172,7 +256,7 @@ class Conformer(SoundModel):
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
-    def waves(self, w: Weights) -> WavesOfTable:
+    def waves(self, w: Weights) -> WavesOfTable | WavesOfMatrix:
         """Return the matrices of a layer from queries to coefficients of waves. ``w`` may be of any layer."""
         raise NotImplementedError
 
@@ -188,10 +272,10 @@ class Conformer(SoundModel):
     def attend(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
         y, w, d, n_heads = self.norm(at, "ln1", x), at.weights, self.n_embd, self.n_heads
         query, key, value = (w.matrix(f"attn_{name}", d, d) for name in "qkv")
-        if query.bias is not None:
-            raise ModelError("the audio encoder has biases of queries, which its architecture lacks: a broken file")
+        biases = query.bias, *(w.find(f"pos_bias_{name}", n_heads, self.head_dim) for name in "vu")
+        query_bias = QueryBias(query.weight, n_heads, *biases) if any(biases) else None
         key_bias = KeyBias(key.weight, n_heads, key.bias)
-        q = at.add(ops.Linear(y, Matrix(HeadsRepeated(query.weight, n_heads))))
+        q = self.masked(at, at.add(ops.Linear(y, Matrix(HeadsRepeated(query.weight, n_heads), query_bias))))
         k = at.add(ops.Linear(y, Matrix(HeadsAfterZeros(key.weight, n_heads), key_bias)))
         waves = self.waves(w)
         q = at.add(ops.HeadLinear(q, waves))

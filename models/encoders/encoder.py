@@ -62,6 +62,7 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "sam.embedding_length": (1, 1 << 16),
     "sam.head_count": (1, 1024),
     "spatial_merge_size": (1, 16),
+    "subsampling_factor": (8, 8),
     "window_size": (1, 256),
 }
 #: Minimum and maximum of the colours' means, and of their standard deviations.

@@ -136,6 +136,14 @@ PROJECTORS: dict[str, Projector] = {
     "musicflamingo": Projector(
         "whisper", "AudioFlamingo", "Audio Flamingo 3", "qwen2", "audioflamingo3", kind="audio"
     ),
+    "parakeet": Projector(
+        "parakeet",
+        "Parakeet",
+        "Nemotron Nano VL with audio",
+        "nemotron_h nemotron_h_moe",
+        "NemotronH_Nano_VL_V2",
+        kind="audio",
+    ),
     "qwen2.5o audio": Projector(
         "whisper", "Qwen25OmniSound", "Qwen 2.5-Omni", "qwen2vl", "qwen2_5_omni", kind="audio"
     ),

@@ -33,6 +33,7 @@ from tests.models.encoders.families import (
     GEMMA_3N_VISION,
     GEMMA_4,
     MROPE,
+    NEMOTRON,
     TEXT,
     mobilenetv5,
     picture,
@@ -40,7 +41,7 @@ from tests.models.encoders.families import (
     torch,
     transformers,
 )
-from tests.models.encoders.released import as_dots3_note, as_qwen_omni
+from tests.models.encoders.released import NemotronVL, NemotronVLConfig, as_dots3_note, as_qwen_omni, rewrite
 from tests.models.encoders.test_seeing import check_logits, loading, logits, messages as image_messages
 from tests.models.encoders.test_transformers import encoded
 
@@ -392,6 +393,61 @@ def mel_of_granite(samples: Samples) -> Any:
     return mel[: len(mel) // 2 * 2].reshape(1, -1, 160)
 
 
+class Parakeet:
+    """Nemotron's text model and audio encoder in transformers, with the names of released checkpoints."""
+
+    #: Less than a frame, a row of padding only, and convolutions in several pieces.
+    seconds = (0.005, 0.64, 1.93, 21.3)
+
+    def __init__(self) -> None:
+        self.sound = {"model_type": "parakeet", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        self.sound |= {"intermediate_size": 96, "conv_kernel_size": 5, "num_mel_bins": 32, "subsampling_factor": 8}
+        self.sound |= {"subsampling_conv_channels": 8, "projection_hidden_size": 40, "projection_bias": False}
+        self.sound |= {"subsampling_conv_kernel_size": 3, "subsampling_conv_stride": 2, "convolution_bias": False}
+        text = TEXT | NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}
+        vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        config = transformers.NemotronH_Omni_Reasoning_V3_Config(
+            text_config=text | {"model_type": "nemotron_h"},
+            vision_config=vision | {"model_type": "radio", "video_temporal_patch_size": 2},
+            audio_config=self.sound | {"model_type": "parakeet_encoder"},
+            audio_token_id=7,
+        )
+        self.model = random_model(transformers.NemotronH_Omni_Reasoning_V3(config))
+        for name, buffer in self.model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
+
+    @staticmethod
+    def extracted(samples: Samples) -> Any:
+        """Return the features and their mask. The extractor's results are not numbers for less than two frames."""
+        samples = np.pad(samples, (0, max(0, 320 - len(samples))))
+        extractor = transformers.ParakeetFeatureExtractor(feature_size=32)
+        return extractor([samples], sampling_rate=RATE, return_tensors="pt")
+
+    def features(self, samples: Samples) -> Any:
+        seen = self.extracted(samples)
+        return self.model.get_audio_features(seen["input_features"], seen["attention_mask"]).pooler_output
+
+    def save(self, folder: Path) -> None:
+        """Save the model with an encoder of images, which llama.cpp requires in the file."""
+        settings = VISION_FAMILIES["nemotron_v2_vl"].settings
+        images = random_model(NemotronVL(NemotronVLConfig(**settings, image_token_id=8)))
+        images.llm = self.model.language_model
+        images.save_pretrained(folder)
+        processor_of("nemotron_v2_vl").save_pretrained(folder)
+        names = {"audio_tower.": "sound_encoder.encoder.", "embed_audio.layer_norm": "sound_projection.norm"}
+        names |= {f"embed_audio.linear_{i}": f"sound_projection.linear{i}" for i in (1, 2)}
+
+        def change(config: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+            config |= {"sound_config": self.sound, "sound_context_token": "<so_embedding>"}
+            for name, tensor in self.model.state_dict().items():
+                for start in filter(name.startswith, names):
+                    tensors[names[start] + name.removeprefix(start)] = tensor
+            return tensors
+
+        rewrite(folder, change, {})
+
+
 class Gemma4Unified:
     """transformers' model, which also sees."""
 
@@ -539,6 +595,7 @@ FAMILIES: dict[str, Any] = {
     "granite_speech plus": GraniteSpeechPlus,
     "meralion": MERaLiON,
     "musicflamingo": AudioFlamingo,
+    "parakeet": Parakeet,
     "qwen2.5o audio": Qwen25Omni,
     "qwen2a": Qwen2Audio,
     "qwen3a": Qwen3ASR,
@@ -604,6 +661,16 @@ def test_spectrograms_of_gemma_3n_are_those_of_transformers(n: int) -> None:
     np.testing.assert_allclose(gemma3n_sound.log_mel(samples, 128), theirs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("n", [1, 321, 16_007, 480_000])
+def test_spectrograms_of_parakeet_are_those_of_transformers(hearing: Any, n: int) -> None:
+    """Transformers computes in float32, and logarithms of weak bands amplify its errors."""
+    samples = sound(30)[:n]
+    samples[2000:4000] = 0
+    (frame,) = hearing("parakeet")[1]._encoder.prepare(samples, kind="audio").frames
+    expected = Parakeet.extracted(samples)["input_features"][0]
+    np.testing.assert_allclose(frame, expected, rtol=0, atol=2e-3)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("device", "bound"), [("reference", 1e-3), ("cpu", 5e-3)])
 def test_features_are_those_of_transformers(
@@ -659,6 +726,17 @@ def test_a_chat_with_audio_continues_as_in_transformers(hearing: Any, name: str)
         last[list(llm.tokenizer.eog_ids)] = -np.inf  # `ignore_eos`
         written.append(int(last.argmax()))
     assert list(llm.chat(chat, **GREEDY).ids) == written[len(ids) :]
+
+
+def test_rows_of_long_audio_see_128_rows_on_each_side(hearing: Any) -> None:
+    encoder = read_encoder(hearing("parakeet")[1]._encoder._file, "audio")
+
+    def returned(pieces: Any) -> Any:
+        yield (yield from pieces)
+
+    for n, side in ((8192, 8192), (8193, 128)):
+        spans = [*returned(encoder.rows_in_pieces(np.zeros((8 * n, 32), np.float32)))][-1].spans
+        assert spans.T.tolist() == [[max(i - side, 0), min(i + side + 1, n)] for i in range(n)]
 
 
 def test_llama_cpp_writes_other_mel_bins_for_gemma_4_12b(hearing: Any) -> None:
