@@ -144,6 +144,9 @@ PROJECTORS: dict[str, Projector] = {
     "musicflamingo": Projector(
         "whisper", "AudioFlamingo", "Audio Flamingo 3", "qwen2", "audioflamingo3", kind="audio"
     ),
+    "musicflamingo_rote": Projector(
+        "whisper", "MusicFlamingo", "Music Flamingo", "qwen2", "musicflamingo", kind="audio"
+    ),
     "qwen2.5o audio": Projector(
         "whisper", "Qwen25OmniSound", "Qwen 2.5-Omni", "qwen2vl", "qwen2_5_omni", kind="audio"
     ),
