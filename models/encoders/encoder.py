@@ -58,6 +58,7 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "projector.stack_factor": (1, 64),
     "projector.window_side": (1, 256),
     "projector.window_size": (1, 256),
+    "rope.dimension_count": (2, 1 << 16),
     "sam.block_count": (1, 512),
     "sam.embedding_length": (1, 1 << 16),
     "sam.head_count": (1, 1024),

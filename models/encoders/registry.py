@@ -136,6 +136,9 @@ PROJECTORS: dict[str, Projector] = {
     "musicflamingo": Projector(
         "whisper", "AudioFlamingo", "Audio Flamingo 3", "qwen2", "audioflamingo3", kind="audio"
     ),
+    "musicflamingo_rote": Projector(
+        "whisper", "MusicFlamingo", "Music Flamingo", "qwen2", "musicflamingo", kind="audio"
+    ),
     "parakeet": Projector(
         "parakeet",
         "Parakeet",

@@ -1,6 +1,6 @@
 """Whisper's audio encoder (arXiv:2212.04356), and the projectors of Voxtral (arXiv:2507.13264), Ultravox,
 Qwen 2-Audio (arXiv:2407.10759), Qwen 2.5-Omni (arXiv:2503.20215), Audio Flamingo 3 (arXiv:2507.08128),
-GLM-ASR and MERaLiON 2 (arXiv:2412.09818).
+Music Flamingo (arXiv:2511.10289), GLM-ASR and MERaLiON 2 (arXiv:2412.09818).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Matrix, Rope, Rows, Tensor
+from localllm.kernels.graph import Graph, Matrix, Rope, Rows, Tensor
 from localllm.kernels.operations import (
     Activation,
     Add,
@@ -29,9 +29,11 @@ from localllm.kernels.operations import (
 from localllm.models.encoders.encoder import (
     EncoderCheckpoint,
     EncoderModel,
+    EncoderStage,
     FrameRows,
     Pixels,
     Prepared,
+    require,
     require_same,
 )
 from localllm.models.encoders.sounds import HOP, RATE, Samples, log_mel, open_audio
@@ -71,6 +73,7 @@ HF_NAMES = {
 _PROJECTORS = {
     "qwen2_audio": "qwen2a",
     "audioflamingo3": "musicflamingo",
+    "musicflamingo": "musicflamingo_rote",
     "qwen2_5_omni": "qwen2.5o",
     "glmasr": "glma",
     "meralion2": "meralion",
@@ -79,6 +82,8 @@ _PROJECTORS = {
 _GLM_STACK = 4
 #: Frames of a chunk in Qwen 2.5-Omni.
 _CHUNK = 200
+#: Seconds of a frame of a spectrogram in Music Flamingo.
+_FRAME_STEP = 0.01
 
 #: Settings of the encoder and the projector, then of the encoder's processor and of Whisper's decoder.
 HF_MEANT: dict[str, tuple[Any, ...]] = {
@@ -89,6 +94,7 @@ HF_MEANT: dict[str, tuple[Any, ...]] = {
     "hop_length": (HOP,),
     "n_fft": (400,),
     "dither": (0.0,),
+    "audio_frame_step": (_FRAME_STEP,),
     "n_window": (_CHUNK // 2,),
     "hidden_act": GELU,
     "partial_rotary_factor": (0.5,),
@@ -118,6 +124,14 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
         )
     require_same(c, feature_size=c.vision["num_mel_bins"])
     keys = {"projector_type": _PROJECTORS.get(kind, kind), "audio.projector.stack_factor": stack}
+    if kind == "musicflamingo":
+        rope = c.values.get("rope_parameters") or {}
+        require(c, "rope_type", rope.get("rope_type", "default"), ("default",))
+        theta, share = (rope.get(name, c.values.get(name)) for name in ("rope_theta", "partial_rotary_factor"))
+        keys |= {
+            "audio.rope.freq_base": float(theta),
+            "audio.rope.dimension_count": int(c.vision["hidden_size"] * share),
+        }
     return keys | {"audio.attention.layer_norm_epsilon": 1e-5}
 
 
@@ -335,7 +349,10 @@ class PooledWhisper(Whisper):
         frames = []
         for i in range(0, len(source), size * HOP):
             piece = source[i : i + size * HOP]
-            n = max(-(-len(piece) // HOP), 3)  # one token needs three frames
+            n = -(-len(piece) // HOP)
+            if n < 3 and i:  # one token needs three frames
+                break
+            n = max(n, 3)
             n_padded = min(n + 4, size) * HOP  # further silence does not change the spectrogram
             mel = log_mel(np.pad(piece, (0, n_padded - len(piece))), self.n_mels)
             frames.append(mel[: min((n + 1) // 2 * 2 + 1, size)])
@@ -356,6 +373,62 @@ class AudioFlamingo(PooledWhisper):
 
     def record(self) -> None:
         self.two_linears(self.encoded(), "mm.a.mlp.1", "mm.a.mlp.2")
+
+
+class MusicFlamingo(AudioFlamingo):
+    """Audio Flamingo 3 with rotary time embeddings (RoTE) of the encoder's rows, before the projector.
+
+    An angle is the product of a row's time in seconds, a frequency, and the number of the row's piece or the row's
+    number in its piece.
+    """
+
+    around = ("<|sound_bos|>", "<|sound_eos|>")
+
+    def read(self) -> None:
+        super().read()
+        self.theta = self.meta.read("audio.rope.freq_base", float, low=1.0, high=1e9)
+        self.n_rotated = self.number("rope.dimension_count")
+        if self.n_rotated % 2 or 2 * self.n_rotated > self.n_embd:
+            raise ModelError(
+                f"clip.audio.rope.dimension_count is {self.n_rotated}, but must be even and at most half of "
+                f"clip.audio.embedding_length, {self.n_embd}: the file is broken"
+            )
+
+    def record(self) -> None:
+        self.encoded()
+        first, self.graph = self.graph, Graph(rounds_floats=True)
+        x = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_embd), 0, self.n_embd))
+        self.two_linears(self.graph.add(Outputs(x)), "mm.a.mlp.1", "mm.a.mlp.2")
+        self.behind, self.graph = EncoderStage(self.graph, 1), first
+
+    def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
+        """Prepare audio. The last column of each spectrogram is the number of the piece."""
+        prepared = super().prepare(source, max_tokens)
+        frames = (np.pad(frame, ((0, 0), (0, 1)), constant_values=i) for i, frame in enumerate(prepared.frames))
+        return replace(prepared, frames=tuple(frames))
+
+    def rows(self, frame: NDArray[np.float32]) -> FrameRows:
+        rows = super().rows(frame[:, :-1])
+        rows.inputs[:, -1] = frame[0, -1]  # in a column that the graph does not read
+        return rows
+
+    def following(self, rows: Pixels, frame: FrameRows) -> FrameRows:
+        """Rotate pairs of adjacent values. The angles are rounded to float32, as in transformers."""
+        one, turn, n = np.float32(1), np.float32(2 * np.pi), self.n_rotated
+        piece, places = int(frame.inputs[0, -1]), np.arange(len(rows), dtype=np.float32)
+        step = np.float32(4 * _FRAME_STEP)
+        times = np.float32(piece * (len(self.position_table) // 2)) * step + places * step
+        theta = np.float32(self.theta)
+        frequencies = one / theta ** (np.arange(0, n, 2, dtype=np.float32) / np.float32(n))
+        of_piece = np.tile(np.float32(piece) / theta * frequencies, (len(rows), 1))
+        of_place = (places / theta * turn)[:, None] * frequencies
+        angles = np.hstack([of_piece, of_place]) * (-times * turn)[:, None]
+        cosine, sine = np.cos(angles), np.sin(angles)
+        first, second = rows[:, 0 : 2 * n : 2], rows[:, 1 : 2 * n : 2]
+        rotated = rows.copy()
+        rotated[:, 0 : 2 * n : 2] = first * cosine - second * sine
+        rotated[:, 1 : 2 * n : 2] = second * cosine + first * sine
+        return super().following(rotated, frame)
 
 
 class Qwen25OmniSound(PooledWhisper):

@@ -90,13 +90,15 @@ class Voxtral:
 class AudioFlamingo:
     """Also the class of Qwen 2-Audio, which has the same encoder."""
 
-    #: Less than a token, an odd number of rows, and several chunks.
-    seconds = (0.01, 0.335, 1.9)
+    #: Less than a token, an odd number of rows, several chunks, and a last chunk with less than a token.
+    seconds = (0.01, 0.335, 1.9, 1.615)
     model_class = transformers.AudioFlamingo3ForConditionalGeneration
     config_class = transformers.AudioFlamingo3Config
+    encoder_type = "audioflamingo3_encoder"
 
     def __init__(self) -> None:
         audio = WHISPER | {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
+        audio |= {"model_type": self.encoder_type}
         text = TEXT | {"model_type": "qwen2"}
         self.model = random_model(self.model_class(self.config_class(audio_config=audio, text_config=text)))
 
@@ -114,6 +116,18 @@ class AudioFlamingo:
 
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
+
+
+class MusicFlamingo(AudioFlamingo):
+    #: Without a last chunk of less than a token, which transformers' class rejects.
+    seconds = (0.01, 0.335, 1.9, 24.3)
+    model_class = transformers.MusicFlamingoForConditionalGeneration
+    config_class = transformers.MusicFlamingoConfig
+
+    def of_spectrograms(self, mel: Any, mask: Any) -> Any:
+        n_tokens = int((mask.sum(1) + 1).div(2, rounding_mode="floor").div(2, rounding_mode="floor").sum())
+        ids = torch.full((1, n_tokens), self.model.config.audio_token_id)
+        return self.model.get_audio_features(mel, mask, ids).pooler_output
 
 
 class GlmASR:
@@ -144,6 +158,7 @@ class GlmASR:
 class Qwen2Audio(AudioFlamingo):
     model_class = transformers.Qwen2AudioForConditionalGeneration
     config_class = transformers.Qwen2AudioConfig
+    encoder_type = "qwen2_audio_encoder"
 
     def of_spectrograms(self, mel: Any, mask: Any) -> Any:
         model, found = self.model.model, []
@@ -596,6 +611,7 @@ FAMILIES: dict[str, Any] = {
     "meralion": MERaLiON,
     "musicflamingo": AudioFlamingo,
     "parakeet": Parakeet,
+    "musicflamingo_rote": MusicFlamingo,
     "qwen2.5o audio": Qwen25Omni,
     "qwen2a": Qwen2Audio,
     "qwen3a": Qwen3ASR,
