@@ -181,7 +181,7 @@ class AttentionConfig:
 
 
 def record(m: Header) -> Graph:
-    layers = Layers(m)
+    layers = V4Layers(m)
     if m.is_block:
         return record_block(m, layers.record_block, 1.0, m.norm_eps, layers.connections.n, layers.mix)
 
@@ -191,7 +191,7 @@ def record(m: Header) -> Graph:
     return decoder(m, layers.record, change_embedding=layers.connections.begin, output_norm=end)
 
 
-class Layers:
+class V4Layers:
     """Records the layers of a model, of its block for multi-token prediction, or of a DSpark drafter."""
 
     def __init__(self, m: Header) -> None:
@@ -203,10 +203,10 @@ class Layers:
         if m.is_block:  # it has no compression, and the limits of all layers
             self.limits.append(self.limits[-1])
             attention = replace(attention, ratios=(0,) * len(self.limits))
-        self.attention = Attention(m, attention)
+        self.attention = V4Attention(m, attention)
 
     def record(self, at: Layer, streams: Tensor, cache: g.KVCache | None = None) -> Tensor:
-        """Record a layer. ``cache``: see `Attention.attend`."""
+        """Record a layer. ``cache``: see `V4Attention.attend`."""
         x, more = self.connections.before(at, "hc_attn", streams)
         y = self.attention.attend(at, norm(at, "attn_norm", x), cache)
         streams = self.connections.behind(at, y, streams, more)
@@ -235,7 +235,7 @@ class Layers:
         return at.add(ops.MixStreams(streams, before, self.connections.n))
 
 
-class Attention:
+class V4Attention:
     """Records the attention of layers."""
 
     def __init__(self, m: Header, a: AttentionConfig) -> None:

@@ -47,13 +47,13 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
     return {} if name.endswith(("gate.bias_vl", "gate.tid2eid")) else array
 
 
-class Layers:
-    """See `localllm.models.dflash.Layers`."""
+class DSparkLayers:
+    """See `localllm.models.dflash.DFlashLayers`."""
 
     confidence_reads_normed = False
 
     def __init__(self, m: Header) -> None:
-        self.m, self.layers = m, deepseek4.Layers(m)
+        self.m, self.layers = m, deepseek4.V4Layers(m)
 
     def declare(self, graph: Graph, first: int) -> list[KVCache]:
         caches = []

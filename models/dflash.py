@@ -133,7 +133,7 @@ hf_extra = eagle3.hf_extra
 
 
 @dataclass(frozen=True)
-class Block:
+class DraftBlock:
     """How a drafter predicts a block."""
 
     size: int  # tokens per block
@@ -148,7 +148,7 @@ class Block:
         return self.size if self.from_last else self.size - 1
 
     @classmethod
-    def read(cls, meta: ModelMetadata, weights: Weights, n_vocab: int) -> Block:
+    def read(cls, meta: ModelMetadata, weights: Weights, n_vocab: int) -> DraftBlock:
         mask = ModelMetadata(meta.values, "tokenizer.ggml").read("mask_token_id", int, low=0, high=n_vocab - 1)
         size, confidence = meta.read("block_size", int, _BLOCK_SIZE, low=2, high=1 << 12), None
         has_bias = "markov_w1.weight" in weights
@@ -170,14 +170,14 @@ def record(m: Header) -> Graph:
     embeddings [T, d]. Without a head, it ends before the head.
     """
     meta, w, d, n_vocab, target = m.meta, m.weights, m.config.n_embd, m.config.n_vocab, m.target
-    block = Block.read(meta, w, n_vocab)
+    block = DraftBlock.read(meta, w, n_vocab)
     logit_scale = meta.read("logit_scale", float, 0.0, low=-1e6, high=1e6) or 1.0
     softcap = read_softcap(m, "final_logit_softcapping")
-    layers: Layers | deepseek4_dspark.Layers
+    layers: DFlashLayers | deepseek4_dspark.DSparkLayers
     if meta.find("hyper_connection.count") is not None:
-        layers = deepseek4_dspark.Layers(m)
+        layers = deepseek4_dspark.DSparkLayers(m)
     else:
-        layers = Layers(m, _read_convolutions(meta) if block.n_candidates else None)
+        layers = DFlashLayers(m, _read_convolutions(meta) if block.n_candidates else None)
     fused = _read_fusion(m)
     table, head = read_ends(w, d, n_vocab, target)
     embedding_scale = meta.read("embedding_scale", float, 0.0, low=0.0, high=1e6) or 1.0
@@ -272,7 +272,7 @@ def _read_fusion(m: Header) -> tuple[list[int], Matrix, Weight]:
 
 def _record_keys(
     m: Header,
-    layers: Layers | deepseek4_dspark.Layers,
+    layers: DFlashLayers | deepseek4_dspark.DSparkLayers,
     target: Graph,
     numbers: list[int],
     fc: Matrix,
@@ -289,7 +289,7 @@ def _record_keys(
             layers.append(target, i, x, cache)
 
 
-class Layers:
+class DFlashLayers:
     """The layers of a drafter, like layers of Qwen 3 or Gemma 4.
 
     ``convolutions``: values of a kernel, and columns with the same factors; None without convolutions.

@@ -81,7 +81,7 @@ from localllm.tokenizer.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
     from localllm.loading.media_encoder import MediaEncoder
-    from localllm.models.dflash import Block
+    from localllm.models.dflash import DraftBlock
 
 #: Pattern of the warning of a long context, for `warnings.filterwarnings`.
 LONG_CONTEXT = ".* was trained on [0-9,]+ tokens of context: "
@@ -377,10 +377,12 @@ def _draft_model(sources: Sequence[_ModelSource], runner: ModelRunner) -> Callab
         return DraftModel
     graph, draft = (source.model.graph for source in sources)
     if sources[1].model.config.architecture == "dflash":
-        from localllm.models.dflash import Block  # imported here: few models have such a drafter
+        from localllm.models.dflash import DraftBlock  # imported here: few models have such a drafter
 
         file = sources[1].file
-        block = Block.read(ModelMetadata(file.metadata, "dflash"), Weights(file), sources[1].model.config.n_vocab)
+        block = DraftBlock.read(
+            ModelMetadata(file.metadata, "dflash"), Weights(file), sources[1].model.config.n_vocab
+        )
         return partial(
             BlockModel,
             cache=runner.cache,
@@ -400,7 +402,7 @@ def _draft_model(sources: Sequence[_ModelSource], runner: ModelRunner) -> Callab
     return partial(MTPModel, kind=kind, of_model=hidden_norm(graph), of_block=hidden_norm(draft))
 
 
-def _choice(block: Block) -> ChooseDrafts:
+def _choice(block: DraftBlock) -> ChooseDrafts:
     """Return the choice of drafts. Reads the weights of a confidence head."""
     if block.n_candidates:
         return ChooseCandidates(block.n_candidates)
@@ -484,15 +486,15 @@ def check_file(path: str | os.PathLike[str]) -> None:
 def check_runs(file: GGUFFile) -> None:
     """Raise ModelError if a file has an unsupported architecture or no weights."""
     find_architecture(file.metadata)
-    if has_only_block(file):
-        raise ModelError(
-            f"{path_text(file.path)} contains only the block that predicts further tokens: load its model, with this "
-            "file as the draft model"
-        )
     if not any(name.startswith(("blk.", "enc.blk.")) for name in file.tensors):
         raise ModelError(
             f"{path_text(file.path)} holds only a vocabulary, no weights: choose the file of the whole model, which "
             "is larger"
+        )
+    if has_only_block(file):
+        raise ModelError(
+            f"{path_text(file.path)} contains only the block that predicts further tokens: load its model, with this "
+            "file as the draft model"
         )
 
 

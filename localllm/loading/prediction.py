@@ -35,7 +35,7 @@ PYTHON_S = 300e-6
 PROMPT, DEPTHS = 512, (0, 4096, 32_768)
 
 
-class _Part(Protocol):
+class _DevicePart(Protocol):
     """Layers on one device."""
 
     step_tokens: int  # maximum tokens of a step
@@ -93,7 +93,7 @@ class Predictor:
 
     graph: Graph
     placement: Placement
-    parts: tuple[_Part, ...]  # in execution order
+    parts: tuple[_DevicePart, ...]  # in execution order
     disk: float = 0.0  # bytes per second of reading experts that stay in the file
 
     @classmethod
@@ -130,7 +130,7 @@ class Predictor:
     def _of_gpus(cls, graph: Graph, placement: Placement, threads: int | None, **options: Any) -> Self | None:
         from localllm.kernels.cuda.cupy_driver import open_driver
 
-        driver, parts = open_driver(), list[_Part]()
+        driver, parts = open_driver(), list[_DevicePart]()
         for group in placement.groups:
             if not group.layers:  # the embedding or output of a part
                 continue

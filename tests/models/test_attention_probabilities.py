@@ -25,7 +25,17 @@ QUICK = (
 )
 #: Models without softmax attention, and models with layers whose tokens attend to selected or compressed positions.
 RECURRENT = ("falcon-mamba", "mamba", "mamba2")
-SELECTING = ("axk2", "deepseek-v3.2", "deepseek-v4", "glm-5", "glm-5.3", "hy-v4", "minimax-m3", "qwen4exp")
+SELECTING = (
+    "axk2",
+    "deepseek-v3.2",
+    "deepseek-v4",
+    "dots3note",
+    "glm-5",
+    "glm-5.3",
+    "hy-v4",
+    "minimax-m3",
+    "qwen4exp",
+)
 #: Models whose probabilities in transformers are not yet reduced by the sinks.
 WITHOUT_SINKS = ("granite-swa", "granite-swa-moe")
 #: Largest error, and the larger one of a model with large scores, whose keys the cache rounds to float16.

@@ -315,7 +315,7 @@ MINICPM3_LONGROPE = PLAIN_ROPE | {
 OLD_QWEN3NEXT = Conversion(
     {"linear_attn.in_proj_qkvz": "ssm_in"},
     qwen3next.hf_keys,
-    lambda name, array, config: qwen35.delta_net_tensor(name, array),
+    tensor=lambda name, array, config: qwen35.delta_net_tensor(name, array),
 )
 #: Files of 2024 store one matrix from latents to keys and values.
 OLD_LATENTS = Conversion(
