@@ -45,6 +45,8 @@ NOT_RUN = {
     "pip install": ".ci/run does; it needs a package registry",
     "python -m pytest": "runs this test",
     "python -m tests.": "takes hours, or needs a CUDA compiler: .ci/run and a test below run parts",
+    "python tests/benchmarks/gpu/quick.py": "needs a package registry: tests/benchmarks/test_gpu_quick.py runs parts",
+    "python3 tests/benchmarks/gpu/quick.py": "needs a GPU: tests/benchmarks/test_gpu_quick.py runs it on the emulator",
     "localllm chat": "does not end: tests/tui; the README's command runs below",
     "localllm launch": "needs agents: tests/localllm/cli/test_launch.py",
     "localllm merge": "needs an adapter: tests/localllm/loading/test_adapters.py",

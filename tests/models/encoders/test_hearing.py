@@ -41,7 +41,7 @@ from tests.models.encoders.families import (
     torch,
     transformers,
 )
-from tests.models.encoders.released import NemotronVL, NemotronVLConfig, as_dots3_note, as_qwen_omni, rewrite
+from tests.models.encoders.released import ImageModelConfig, NemotronVL, as_dots3_note, as_qwen_omni, rewrite
 from tests.models.encoders.test_seeing import check_logits, loading, logits, messages as image_messages
 from tests.models.encoders.test_transformers import encoded
 
@@ -446,7 +446,7 @@ class Parakeet:
     def save(self, folder: Path) -> None:
         """Save the model with an encoder of images, which llama.cpp requires in the file."""
         settings = VISION_FAMILIES["nemotron_v2_vl"].settings
-        images = random_model(NemotronVL(NemotronVLConfig(**settings, image_token_id=8)))
+        images = random_model(NemotronVL(ImageModelConfig(**settings, image_token_id=8)))
         images.llm = self.model.language_model
         images.save_pretrained(folder)
         processor_of("nemotron_v2_vl").save_pretrained(folder)
