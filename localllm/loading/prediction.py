@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from localllm.engine.engine import STEP_S
 from localllm.engine.runner import max_step_tokens
 from localllm.engine.scheduler import MIN_CHUNK_ALONE
+from localllm.errors import DeviceError
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.cpu.costs import costs
@@ -136,7 +137,10 @@ class Predictor:
                 continue
             part = graph_part(graph, group.layers)
             if group.device != "cpu":
-                parts.append(_GPUPart(part, driver, int(group.device.partition(":")[2]), placement.context))
+                try:
+                    parts.append(_GPUPart(part, driver, int(group.device.partition(":")[2]), placement.context))
+                except DeviceError:  # no memory is left for a measurement, or the compiler is missing
+                    return None
             elif (rates := _cpu_rates(part, placement, threads, **options)) is not None:
                 parts.append(_CPUPart(part, rates))
             else:

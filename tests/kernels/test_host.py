@@ -14,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 import psutil
 import pytest
 
 from localllm.cli.commands.doctor import FEATURES, UNUSED_FEATURES
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.cpu import host
+from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.target import TARGETS
 from tests.helpers.windows import elsewhere
 
@@ -307,7 +309,8 @@ def test_more_threads_than_processors_are_allowed_up_to_a_limit(monkeypatch: pyt
 def test_used_memory_is_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # garbage of earlier tests would be freed in between
     before = host.used_memory()
-    data = b"\1" * (256 << 20)  # more than the allocator keeps of earlier tests' memory
+    data = aligned_zeros(256 << 20, np.uint8)  # not memory that the allocator keeps of earlier tests
+    data[:] = 1
     assert 240 << 20 < host.used_memory() - before < 280 << 20
     del data
     statm = tmp_path / "statm"

@@ -19,7 +19,7 @@ from localllm.console import rounded
 from localllm.kernels.cpu import rates
 from localllm.kernels.cpu.costs import costs
 from localllm.kernels.cpu.rates import Rate
-from localllm.kernels.cuda import cupy_driver, installation
+from localllm.kernels.cuda import cupy_driver, installation, roofline
 from localllm.kernels.cuda.prediction import GAP, HANDOVER, LATENCY, DeviceRates
 from localllm.kernels.cuda.roofline import KINDS
 from localllm.loading import prediction
@@ -124,6 +124,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "driver_cuda", lambda: (13, 0))
     monkeypatch.setattr(cupy_driver, "open_driver", lambda: driver)
     rates = DeviceRates(1e18, dict.fromkeys(KINDS, 1e30))
+    monkeypatch.setattr(roofline, "CUDARoofline", lambda driver, device: None)  # needs no compiler
     monkeypatch.setattr(DeviceRates, "measured", lambda roofline: rates)
 
 
