@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="needs the extra 'reference'")
+
 from localllm.errors import KernelError
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import weights_of

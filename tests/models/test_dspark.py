@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+pytest.importorskip("torch", reason="needs the extra 'reference'")
+
 import localllm
 from localllm.convert.safetensors import read_folder
 from localllm.engine.drafting.block import BlockDrafter

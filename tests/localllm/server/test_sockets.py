@@ -294,6 +294,9 @@ def test_sighup_does_not_end_the_start(
     assert signal.getsignal(signal.SIGHUP) == before
 
 
+@pytest.mark.skipif(
+    signal.getsignal(getattr(signal, "SIGHUP", signal.SIGINT)) is signal.SIG_IGN, reason="started by nohup"
+)
 def test_sighup_ends_a_server_without_a_key_file() -> None:
     """The signal means that the terminal is closed."""
     with started("-q", "--port", 0) as (process, line):
