@@ -148,24 +148,15 @@ class Predictor:
         return cls(graph, placement, tuple(parts))
 
     @classmethod
-    def known(
-        cls,
-        graph: Graph,
-        placement: Placement,
-        threads: int | None = None,
-        decode_threads: int | None = None,
-        isa: str | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Self | None:
-        """Return a predictor that measures nothing; None if the number of threads is not known. See `of`.
+    def known(cls, graph: Graph, placement: Placement, threads: int | None = None, **options: Any) -> Self | None:
+        """Return a predictor that measures nothing; None if the number of threads is not known.  See `of`.
 
         Args:
-            decode_threads: threads for generating tokens; defaults to ``threads``.
-            progress: called with the numbers of compiled kernels and of kernels to compile.
+            options: further arguments of `_cpu_rates`.
         """
         if placement.devices != ("cpu",) or graph.prompt is not None:
             return None
-        rates = _cpu_rates(graph, placement, threads, decode_threads, isa, progress)
+        rates = _cpu_rates(graph, placement, threads, **options)
         return None if rates is None else cls(graph, placement, (_CPUPart(graph, rates),))
 
     def step_tokens(self, depth: int) -> int:
@@ -243,7 +234,12 @@ def _cpu_rates(
     isa: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CPURates | None:
-    """Return the CPU's rates for a graph; None if the number of threads is not known.  See `Predictor.known`."""
+    """Return the CPU's rates for a graph; None if the number of threads is not known.
+
+    Args:
+        decode_threads: threads for generating tokens; defaults to ``threads``.
+        progress: called with the numbers of compiled kernels and of kernels to compile.
+    """
     target = choose(isa)
     if threads is None:
         if (choice := known_threads(target)) is None:
