@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -48,12 +49,15 @@ STEPS = 1, 8, 64
 #: Tokens in the cache before a measured step of one token, and of several tokens.
 DEPTH, DEPTH_OF_SEVERAL = 4096, 1024
 #: Columns of a measured matrix, its bytes for one token, and its rows for several tokens.
-COLUMNS, MATRIX_BYTES, MATRIX_ROWS = 4096, 48 << 20, 4096
+COLUMNS, MATRIX_BYTES, MATRIX_ROWS = 4096, 128 << 20, 4096
+#: Data of this many times the bytes of the largest cache is read from memory in every measurement, as a model's
+#: weights are.  Smaller data is flushed from the caches before each measurement.
+CACHES = 3
 #: Bytes below which an operation is repeated in a measurement, and the number of repetitions.
 SMALL, REPEATS = 1 << 20, 64
-#: Minimum number and seconds of measurements of a rate; the best one counts, because every disturbance makes a
-#: measurement slower.
-TRIES, TRY_SECONDS = 4, 0.02
+#: Minimum number and seconds of measurements of a rate; the median counts.  The fastest one would predict up to 40%
+#: more tokens per second than a model generates where the speed of memory varies.
+TRIES, TRY_SECONDS = 5, 0.05
 #: Bytes of a read in `disk_rate`, similar to an expert's matrix, and bytes of all reads.
 PIECE, DISK_BYTES = 2 << 20, 256 << 20
 #: Family of programs: seconds of a step apart from its instructions, and of an instruction that threads wait for.
@@ -204,8 +208,9 @@ class _Test:
         """Measure products with matrices of a type. Matrices of several shapes separate the terms of a rate."""
         n_few, n_many = STEPS[1:]
         row_bytes = packed_bytes((PADDING, COLUMNS), repack_target(type)) // PADDING
-        n_bytes = min(MATRIX_BYTES, self._cache_bytes // 2 or MATRIX_BYTES)
-        rows = [n // row_bytes // PADDING * PADDING for n in (n_bytes, max(n_bytes // 24, PADDING * row_bytes))]
+        least = PADDING * row_bytes
+        n_bytes = max(2 * least, min(MATRIX_BYTES, self._cache_bytes // 2 or MATRIX_BYTES))
+        rows = [n // least * PADDING for n in (n_bytes, max(n_bytes // 64, least))]
         large, small = (self._measured(_product(type, n, COLUMNS), 1) for n in rows)
         once = max(0.0, large[1] - small[1]) / (large[0].once - small[0].once)
         start = max(0.0, small[1] - small[0].once * once)
@@ -243,21 +248,23 @@ class _Test:
         packed = tuple(weights.load(use, backend.loader, None) for use in weights_of(graph))
         cache.allocate()
         cache.memory[:] = 0  # pages that were never written share one physical page
-        is_large = cache.n_bytes + sum(weight.n_bytes for weight in packed) >= SMALL
+        n_bytes = cache.n_bytes + sum(weight.n_bytes for weight in packed)
+        is_large = n_bytes >= SMALL
         n_runs = 1 if is_large else repeats
         repeated = replace(lowered, instructions=[*lowered.instructions] * n_runs)
         step = CPUStep(backend, repeated, weights, packed, cache, lambda graph, _: lower(graph))
         width = sum(node.operation.x.width for node in graph.nodes if isinstance(node.operation, ops.Input))
         step.run(_batch(graph, n_tokens, depth, n_pages), HostOutput(np.zeros((n_tokens, width), np.float32)))
         code, data = variant(flush_words, backend.target), [cache.memory, *weights.arrays()]
-        flushed = [] if self._cache_bytes or not is_large else data
+        is_flushed = is_large and not self._cache_bytes and n_bytes < CACHES * last_level_cache()
+        flushed = data if is_flushed else []
         flush = [timed(workers, code, {"data": array}, array.nbytes // UNIT, None) for array in flushed]
         times = list[float]()
         while len(times) < TRIES or sum(times) < TRY_SECONDS:
             for flush_array in flush:
                 flush_array(None)
             times.append(step.rerun(self._decode_threads if n_tokens == 1 else workers.n))
-        return min(times), n_runs
+        return statistics.median(times), n_runs
 
 
 def _base(few: float, many: float) -> float:

@@ -40,7 +40,7 @@ N_LAYERS = 18
 PROMPT, WARM_UP = 512, 8
 
 
-class _UncachedFile(expert_pool._ExpertFile):
+class UncachedFile(expert_pool._ExpertFile):
     """A file whose matrices the system drops from its cache after each read."""
 
     def read(self, matrices: expert_pool._Matrices, expert: int, start: int, stop: int) -> Any:
@@ -86,7 +86,7 @@ def measure(path: Path, gigabytes: float | None, n_tokens: int, group: Path | No
     if group is not None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
     elif gigabytes is not None:
-        vars(expert_pool)["_ExpertFile"] = _UncachedFile
+        vars(expert_pool)["_ExpertFile"] = UncachedFile
         resource.setrlimit(resource.RLIMIT_DATA, (round(gigabytes * 1e9), resource.RLIM_INFINITY))
     random = np.random.default_rng(0)
     with path.open("r+b") as file:
