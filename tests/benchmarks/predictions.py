@@ -5,10 +5,9 @@
     python -m tests.benchmarks.predictions model.gguf
 
 A model is SHAPE:FILE_TYPE, optionally with :CACHE_TYPE and @GIGABYTES of memory, or a file.  In each round, the rates
-of this machine's kernels are measured again, and then the model, because the speed of memory drifts.  The fastest
-prediction and the fastest measurement of all rounds count: they belong to the same speed of memory.  Errors are the
-prediction relative to the measurement.  The system drops experts that were read from a file, because it keeps none if
-memory is scarce.  The last line is JSON.
+of this machine's kernels are measured again, and then the model, because the speed of memory drifts.  The medians of
+all rounds count.  Errors are the prediction relative to the measurement.  The system drops experts that were read
+from a file, because it keeps none if memory is scarce.  The last line is JSON.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def compare(name: str, folder: Path, rounds: int, threads: int | None) -> Iterat
         vars(expert_pool)["_ExpertFile"] = UncachedFile
     warnings.filterwarnings("ignore", LONG_CONTEXT)
     placement = plan_file(LoadOptions(path=path, **options)).placement
-    predicted, measured = defaultdict[Test, float](float), defaultdict[Test, float](float)
+    predictions, measurements = defaultdict[Test, list[float]](list), defaultdict[Test, list[float]](list)
     with localllm.load(path, **options) as llm:
         for _ in range(rounds):
             for stored in [] if (root := cache_root()) is None else root.glob("rates-*.json"):
@@ -78,12 +77,13 @@ def compare(name: str, folder: Path, rounds: int, threads: int | None) -> Iterat
             predictor = Predictor.of(path, placement, threads)
             for test in TESTS:
                 result = measure(llm, test, 1, predictor=predictor)
-                predicted[test] = max(predicted[test], result.predicted or 0.0)
-                measured[test] = max(measured[test], *result.rates)
+                predictions[test].append(result.predicted or 0.0)
+                measurements[test] += result.rates
     for test in TESTS:
-        error = predicted[test] / measured[test] - 1
-        figures = {"predicted": predicted[test], "measured": measured[test], "error": error}
-        yield {"model": name, "test": test.name, **figures}
+        predicted, measured = statistics.median(predictions[test]), statistics.median(measurements[test])
+        figures = {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
+        rounds_of = {"predictions": predictions[test], "measurements": measurements[test]}
+        yield {"model": name, "test": test.name, **figures, **rounds_of}
 
 
 def main() -> int:
