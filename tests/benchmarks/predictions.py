@@ -4,10 +4,11 @@
     python -m tests.benchmarks.predictions llama-1.1b:q4_0 llama-1.1b:q4_0:q8_0 qwen3moe-7b:q4_k_m@2.5
     python -m tests.benchmarks.predictions model.gguf
 
-A model is SHAPE:FILE_TYPE, optionally with :CACHE_TYPE and @GIGABYTES of memory, or a file.  In each round, the rates
-of this machine's kernels are measured again, and then the model, because the speed of memory drifts.  The medians of
-all rounds count.  Errors are the prediction relative to the measurement.  The system drops experts that were read
-from a file, because it keeps none if memory is scarce.  The last line is JSON.
+A model is SHAPE:FILE_TYPE, optionally with :CACHE_TYPE and @GIGABYTES of memory, or a file.  The speed of memory
+drifts.  Therefore, in each round the rates of this machine's kernels are measured again, and then the model; the
+bandwidth is measured next to both, and the rate of generation is predicted for the bandwidth during the model's
+measurement.  The medians of all rounds count.  Errors are the prediction relative to the measurement.  The system
+drops experts that were read from a file, because it keeps none if memory is scarce.  The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import localllm
+from localllm.bench.ceilings import ceiling
 from localllm.bench.model_speed import measure
-from localllm.bench.workload import Test
+from localllm.bench.workload import ModelCost, Test
 from localllm.cli.machine_warnings import disturbance
 from localllm.kernels.code_cache import cache_root
 from localllm.kernels.cpu import expert_pool
@@ -50,7 +53,8 @@ MODELS = (
     "qwen3moe-7b:q4_k_m@3",
 )
 #: Tests: evaluation of a prompt, and generation after few and after many tokens.
-TESTS = (Test("pp", 512, 0), Test("tg", 32, 0), Test("tg", 32, 4096))
+GENERATION = Test("tg", 32, 0)
+TESTS = (Test("pp", 512, 0), GENERATION, Test("tg", 32, 4096))
 #: Largest error that the goal allows.
 GOAL = 0.1
 
@@ -70,14 +74,19 @@ def compare(name: str, folder: Path, rounds: int, threads: int | None) -> Iterat
     warnings.filterwarnings("ignore", LONG_CONTEXT)
     placement = plan_file(LoadOptions(path=path, **options)).placement
     predictions, measurements = defaultdict[Test, list[float]](list), defaultdict[Test, list[float]](list)
-    with localllm.load(path, **options) as llm:
+    with localllm.load(path, **options) as llm, ExitStack() as stack:
+        bandwidth = ceiling(llm.info, GENERATION, ModelCost.of(llm.info), None, stack)
+        assert bandwidth is not None
         for _ in range(rounds):
             for stored in [] if (root := cache_root()) is None else root.glob("rates-*.json"):
                 stored.unlink()
+            before = bandwidth()
             predictor = Predictor.of(path, placement, threads)
+            of_rates = (before + bandwidth()) / 2
             for test in TESTS:
                 result = measure(llm, test, 1, predictor=predictor)
-                predictions[test].append(result.predicted or 0.0)
+                drift = result.ceilings[0] / of_rates if test.kind == "tg" and not placement.pool else 1.0
+                predictions[test].append((result.predicted or 0.0) * drift)
                 measurements[test] += result.rates
     for test in TESTS:
         predicted, measured = statistics.median(predictions[test]), statistics.median(measurements[test])
