@@ -50,14 +50,14 @@ STEPS = 1, 8, 64
 DEPTH, DEPTH_OF_SEVERAL = 4096, 1024
 #: Columns of a measured matrix, its bytes for one token, and its rows for several tokens.
 COLUMNS, MATRIX_BYTES, MATRIX_ROWS = 4096, 128 << 20, 4096
-#: Data of this many times the bytes of the largest cache is read from memory in every measurement, as a model's
-#: weights are.  Smaller data is flushed from the caches before each measurement.
+#: If a model is larger than the caches, data of at least `SMALL` bytes is flushed from them before each measurement.
+#: Data of this many times the largest cache need not be flushed: reading it replaces the contents of the caches.
 CACHES = 3
 #: Bytes below which an operation is repeated in a measurement, and the number of repetitions.
 SMALL, REPEATS = 1 << 20, 64
-#: Minimum number and seconds of measurements of a rate.  Where the speed of memory varies, the fastest measurement
-#: would predict up to 40% more tokens per second than a model generates: the median of large data counts.  Operations
-#: on little data take less than waking the threads, which also varies: the fastest measurement counts.
+#: Minimum number and seconds of measurements of a rate.  For large data the median counts: memory changes its speed,
+#: and the fastest measurement predicted up to 40% more tokens per second than models generate.  For small data the
+#: fastest counts: waking the threads takes longer than the operation, and varies.
 TRIES, TRY_SECONDS = 5, 0.05
 #: Bytes of a read in `disk_rate`, similar to an expert's matrix, and bytes of all reads.
 PIECE, DISK_BYTES = 2 << 20, 256 << 20
@@ -257,8 +257,8 @@ class _Test:
         width = sum(node.operation.x.width for node in graph.nodes if isinstance(node.operation, ops.Input))
         step.run(_batch(graph, n_tokens, depth, n_pages), HostOutput(np.zeros((n_tokens, width), np.float32)))
         code, data = variant(flush_words, backend.target), [cache.memory, *weights.arrays()]
-        is_flushed = is_large and not self._cache_bytes and n_bytes < CACHES * last_level_cache()
-        flushed = data if is_flushed else []
+        in_memory = 0 < CACHES * last_level_cache() <= n_bytes  # 0: the size of the cache is not known
+        flushed = data if is_large and not self._cache_bytes and not in_memory else []
         flush = [timed(workers, code, {"data": array}, array.nbytes // UNIT, None) for array in flushed]
         times = list[float]()
         while len(times) < TRIES or sum(times) < TRY_SECONDS:

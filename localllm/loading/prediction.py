@@ -103,7 +103,7 @@ class Predictor:
 
         None for the reference, for layers that several devices share, and for models whose prompts an encoder reads.
 
-        Measures the rates that are not known, in a second or two.
+        Measures the rates that are not known, in a few seconds.
 
         Args:
             threads: see `CPUBackend`; defaults to the threads that loading chooses.
