@@ -50,6 +50,8 @@ STEPS = 1, 8, 64
 DEPTH, DEPTH_OF_SEVERAL = 4096, 1024
 #: Columns of a measured matrix, its bytes for one token, and its rows for several tokens.
 COLUMNS, MATRIX_BYTES, MATRIX_ROWS = 4096, 128 << 20, 4096
+#: How many times smaller the second matrix is that is measured for one token, to find the time of a product's start.
+SMALLER = 64
 #: If a model is larger than the caches, data of at least `SMALL` bytes is flushed from them before each measurement.
 #: Data of this many times the largest cache need not be flushed: reading it replaces the contents of the caches.
 CACHES = 3
@@ -211,7 +213,7 @@ class _Test:
         row_bytes = packed_bytes((PADDING, COLUMNS), repack_target(type)) // PADDING
         least = PADDING * row_bytes
         n_bytes = max(2 * least, min(MATRIX_BYTES, self._cache_bytes // 2 or MATRIX_BYTES))
-        rows = [n // least * PADDING for n in (n_bytes, max(n_bytes // 64, least))]
+        rows = [n // least * PADDING for n in (n_bytes, max(n_bytes // SMALLER, least))]
         large, small = (self._measured(_product(type, n, COLUMNS), 1) for n in rows)
         once = max(0.0, large[1] - small[1]) / (large[0].once - small[0].once)
         start = max(0.0, small[1] - small[0].once * once)
@@ -257,8 +259,8 @@ class _Test:
         width = sum(node.operation.x.width for node in graph.nodes if isinstance(node.operation, ops.Input))
         step.run(_batch(graph, n_tokens, depth, n_pages), HostOutput(np.zeros((n_tokens, width), np.float32)))
         code, data = variant(flush_words, backend.target), [cache.memory, *weights.arrays()]
-        in_memory = 0 < CACHES * last_level_cache() <= n_bytes  # 0: the size of the cache is not known
-        flushed = data if is_large and not self._cache_bytes and not in_memory else []
+        replaces_caches = 0 < CACHES * last_level_cache() <= n_bytes  # 0: the size of the cache is not known
+        flushed = data if is_large and not self._cache_bytes and not replaces_caches else []
         flush = [timed(workers, code, {"data": array}, array.nbytes // UNIT, None) for array in flushed]
         times = list[float]()
         while len(times) < TRIES or sum(times) < TRY_SECONDS:

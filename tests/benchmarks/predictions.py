@@ -53,8 +53,8 @@ MODELS = (
     "deepseek3-2.6b:q8_0",
     "qwen3moe-7b:q4_k_m@3",
 )
-#: Tests: evaluation of a prompt, and generation after few and after many tokens.
 GENERATION = Test("tg", 32, 0)
+#: Tests: evaluation of a prompt, and generation after few and after many tokens.
 TESTS = (Test("pp", 512, 0), GENERATION, Test("tg", 32, 4096))
 #: Largest error that the goal allows.
 GOAL = 0.1
